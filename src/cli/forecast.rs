@@ -52,6 +52,9 @@ fn write_forecast(found: &Forecast, reach: Duration, to: &mut CommandOutcome) {
     if let Some(rate) = &found.can_close {
         to.line(format!("can close: {} a minute: {}", rate.per_minute, rate.why));
     }
+    for pause in found.paused.iter().flatten() {
+        to.line(format!("not closed: {}; what falls due stays open until it is resumed", pause.sentence()));
+    }
     if let Some(outlook) = &found.outlook {
         to.line(outlook_in_words(outlook));
     }

@@ -274,7 +274,7 @@ pub enum Command {
     Health(health::HealthArgs),
     /// Schedule the alarm of one order by hand
     Schedule(schedule::ScheduleArgs),
-    /// Show what is unpaid, due soon and overdue, what waits in the outboxes, what is parked, and which workers run
+    /// Show what is unpaid, due soon and overdue, who paused closing and why, what waits, what is parked, and which workers run
     Status(status::StatusArgs),
     /// Find what keeps orders from being closed on time, say why it matters and how to fix it; exit code 1 for warnings, 2
     /// for errors
@@ -285,7 +285,7 @@ pub enum Command {
     Explain(explain::ExplainArgs),
     /// List what falls due, by time and text, page by page
     Pending(pending::PendingArgs),
-    /// Show what falls due in the next hours, beside what can be closed in a minute
+    /// Show how many orders and how much money fall due in the next hours, beside what can be closed in a minute
     Forecast(forecast::ForecastArgs),
     /// Give an unpaid order, or all that a condition chooses, more time, or less
     Deadline(deadline::DeadlineArgs),

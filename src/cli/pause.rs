@@ -15,7 +15,8 @@ use crate::postgres::{self, Database};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Every worker stops closing within about a second, also after a restart, until `order-timeout resume`. Alarms wait in the
-broker. Orders stay unpaid and can still be paid; what they have reserved stays reserved.")]
+broker. Orders stay unpaid and can still be paid; what they have reserved stays reserved. `order-timeout status` shows
+who paused closing, since when and why.")]
 pub struct PauseArgs {
     /// Why, for the workers' pages and logs, the event closing.paused and the table closing_pauses
     #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
@@ -97,7 +98,7 @@ pub async fn resume(args: &ResumeArgs, settings: &Settings) -> anyhow::Result<Co
     if ended.is_empty() && still_paused.is_empty() {
         output.line("nothing is paused");
     }
-    ended.iter().for_each(|pause| output.line(format!("resumed; {}", pause.sentence())));
+    ended.iter().for_each(|pause| output.line(format!("resumed; {}", pause.sentence_when_over())));
     for pause in &still_paused {
         output.line(format!(
             "{}; it is a pause of all kinds, which `order-timeout resume` without --kind ends",

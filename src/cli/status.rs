@@ -8,6 +8,7 @@ use crate::config::Settings;
 use crate::operations::NotKnown;
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::status::{Outbox, Overdue, ParkedForReason, RegisteredWorker, Status, status};
+use crate::operations::unresolved::WaitingAtProvider;
 use crate::postgres::{self, Database, DatabaseError, one_line};
 
 /// Heights of a bar, in eighths of the highest.
@@ -66,6 +67,9 @@ fn write_status(status: &Status, to: &mut CommandOutcome) {
     }
     if let Some(parked) = &status.parked {
         entry("parked alarms", parked_in_words(parked));
+    }
+    for at in status.at_providers.iter().flatten() {
+        entry("at a provider", at_provider_in_words(at));
     }
     for (number, worker) in status.workers.iter().flatten().enumerate() {
         entry(if number == 0 { "workers" } else { "" }, worker_in_words(worker));
@@ -128,6 +132,18 @@ fn parked_in_words(parked: &[ParkedForReason]) -> String {
         format!("{} {}, the oldest for {}", parked.alarms, parked.reason, age(parked.oldest_s))
     };
     if parked.is_empty() { "0".to_owned() } else { parked.iter().map(of_reason).collect::<Vec<_>>().join("; ") }
+}
+
+fn at_provider_in_words(at: &WaitingAtProvider) -> String {
+    let WaitingAtProvider { provider, orders, without_answer, oldest_s } = at;
+    let provider = if provider.is_empty() { "none" } else { provider };
+    match without_answer {
+        0 => format!("{orders} asked about at {provider}"),
+        _ => format!(
+            "{orders} asked about at {provider}, {without_answer} without an answer, the oldest for {}",
+            age(*oldest_s)
+        ),
+    }
 }
 
 fn worker_in_words(worker: &RegisteredWorker) -> String {

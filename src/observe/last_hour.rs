@@ -31,6 +31,11 @@ impl SharedLastHour {
 
     /// Counts the closes of a batch.
     pub fn note(&self, by: ClosedBy, lateness: impl IntoIterator<Item = Option<Duration>>, now: Instant) {
+        let mut lateness = lateness.into_iter().peekable();
+        // A batch that closed nothing is no minute with closes.
+        if lateness.peek().is_none() {
+            return;
+        }
         let mut hour = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let minute = hour.minute(now);
         for lateness in lateness {
@@ -39,6 +44,13 @@ impl SharedLastHour {
                 let steps = u64::try_from(lateness.as_micros() / STEP.as_micros()).unwrap_or(MOST_STEPS);
                 minute.steps_late.saturating_record(steps.clamp(1, MOST_STEPS));
             }
+        }
+    }
+
+    /// Counts orders that were closed after their payment providers had been asked.
+    pub fn note_asked(&self, orders: u64, now: Instant) {
+        if orders > 0 {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).minute(now).asked += orders;
         }
     }
 }
@@ -96,6 +108,8 @@ pub struct ClosedMinute {
     pub look_ahead: u64,
     /// Orders closed by the sweep.
     pub sweep: u64,
+    /// Orders closed after their payment providers were asked. How late that was is not known here.
+    pub asked: u64,
     /// Half of them were closed at most this late, in milliseconds; absent if no lateness is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub p50_ms: Option<f64>,
@@ -111,7 +125,7 @@ impl ClosedMinute {
     /// All paths.
     #[must_use]
     pub const fn closed(&self) -> u64 {
-        self.alarm + self.look_ahead + self.sweep
+        self.alarm + self.look_ahead + self.sweep + self.asked
     }
 }
 
@@ -126,6 +140,7 @@ struct LastHour {
 struct Minute {
     number: u64,
     closed: [u64; 4],
+    asked: u64,
     steps_late: Histogram<u32>,
 }
 
@@ -155,7 +170,7 @@ impl LastHour {
         let number = self.number(now);
         if self.minutes.back().is_none_or(|latest| latest.number < number) {
             let steps_late = Histogram::new_with_bounds(1, MOST_STEPS, 2).expect("these bounds are valid");
-            self.minutes.push_back(Minute { number, closed: [0; 4], steps_late });
+            self.minutes.push_back(Minute { number, closed: [0; 4], asked: 0, steps_late });
         }
         self.minutes.back_mut().expect("it was just added")
     }
@@ -166,6 +181,7 @@ impl Minute {
         for (sum, more) in self.closed.iter_mut().zip(other.closed) {
             *sum += more;
         }
+        self.asked += other.asked;
         self.steps_late.add(&other.steps_late).expect("all minutes have the same bounds");
     }
 
@@ -178,6 +194,7 @@ impl Minute {
             alarm,
             look_ahead,
             sweep,
+            asked: self.asked,
             p50_ms: at(0.5),
             p99_ms: at(0.99),
             max_ms: at(1.0),
@@ -218,6 +235,20 @@ mod tests {
         let hour = read_as_one(&other, now + Duration::from_secs(60));
         assert_eq!((hour.closed, hour.p50_ms), (2, hour.max_ms));
         assert!(read[0].p50_ms.unwrap() < 6.0 && read[0].max_ms.unwrap() > 890.0, "{read:?}");
+    }
+
+    #[test]
+    fn orders_closed_after_asking_count() {
+        let now = Instant::now();
+        let hour = SharedLastHour::new(now);
+        // Of a batch of claims, none is closed.
+        hour.note(ClosedBy::Alarm, [], now);
+        hour.note_asked(0, now);
+        assert!(read_together([&hour], now).is_empty());
+        hour.note_asked(3, now);
+        let read = read_together([&hour], now);
+        assert_eq!((read[0].asked, read[0].closed(), read[0].p50_ms), (3, 3, None));
+        assert_eq!(read_as_one(&hour, now).closed, 3);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, BatchResult, Ended};
+use order_timeout_core::engine::{Batch, BatchResult, EndOutcome, Ended};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
 use order_timeout_core::payment::Answer;
@@ -207,6 +207,8 @@ impl KindRecorder {
 
     /// Counts how claimed orders ended.
     pub fn ended(&self, ended: &[Ended]) {
+        let closed = ended.iter().filter(|one| matches!(one.outcome, Ok(EndOutcome::Closed))).count();
+        self.last_hour.note_asked(closed as u64, Instant::now());
         for one in ended {
             let word = match &one.outcome {
                 Ok(outcome) => outcome.as_str(),

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{read_rfc3339, write_rfc3339};
 use order_timeout_core::order::Timestamp;
 use serde::Serialize;
@@ -14,7 +15,8 @@ use super::orders_table::due::{DueMinute, DueMinutes, Money, Window};
 use super::orders_table::{OrdersTable, Unknown};
 use super::pending::money_and_stock;
 use super::{NotKnown, known};
-use crate::postgres::Database;
+use crate::postgres::closing_pauses::{self, Pause};
+use crate::postgres::{Database, one_line};
 
 /// How far a forecast reaches, if the caller does not say.
 pub const USUAL_REACH: Duration = Duration::from_secs(6 * 3_600);
@@ -51,7 +53,10 @@ pub struct Forecast {
     /// How many orders a minute can be closed; absent if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub can_close: Option<CloseRate>,
-    /// Whether all of them can be closed on time; absent if that is not known.
+    /// The pauses because of which nothing of the kind is closed; absent if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused: Option<Vec<Pause>>,
+    /// Whether all of them can be closed on time; absent if that is not known, or closing is paused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outlook: Option<Outlook>,
     /// What could not be found out, and why.
@@ -59,6 +64,13 @@ pub struct Forecast {
 }
 
 impl Forecast {
+    /// How many orders have their deadline between these minutes from now; `None` if the forecast does not reach so far.
+    #[must_use]
+    pub fn between(&self, from: u32, until: u32, reach: Duration) -> Option<u64> {
+        let due = self.minutes.iter().filter(|minute| (from..until).contains(&minute.number));
+        (MINUTE * until <= reach).then(|| due.map(|minute| minute.due.orders).sum())
+    }
+
     /// What falls due until the minute that this many minutes from now are in has ended, and that end as RFC 3339.
     #[must_use]
     pub fn within(&self, minutes: u32) -> (Due, String) {
@@ -149,7 +161,9 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
     let minutes = with_units(orders, window, counted, &mut not_known).await;
     let overdue = known("overdue", orders.overdue().await, &mut not_known).map(|found| found.orders);
     let can_close = known("close rate", close_rate(database).await, &mut not_known);
-    let outlook = can_close.as_ref().zip(overdue).map(|(rate, overdue)| {
+    let paused = known("paused", paused(database, orders.kind()).await, &mut not_known);
+    let is_paused = paused.as_ref().is_some_and(|pauses| !pauses.is_empty());
+    let outlook = can_close.as_ref().filter(|_| !is_paused).zip(overdue).map(|(rate, overdue)| {
         let due = minutes.iter().map(|(number, minute)| (*number, minute.orders)).collect();
         outlook(first, overdue, rate.per_minute, &due)
     });
@@ -161,9 +175,15 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
         minutes,
         overdue,
         can_close,
+        paused,
         outlook,
         not_known,
     })
+}
+
+async fn paused(database: &Database, kind: &Kind) -> Result<Vec<Pause>, Unknown> {
+    let read = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await);
+    read.await.map_err(|error| one_line(&error))
 }
 
 async fn with_units(
@@ -269,7 +289,7 @@ mod tests {
         let total = add_up(minutes.iter().map(|minute| &minute.due));
         let at = write_rfc3339(START + Duration::from_secs(20));
         let (until, not_known) = (at.clone(), Vec::new());
-        Forecast { at, until, total, minutes, overdue: None, can_close: None, outlook: None, not_known }
+        Forecast { at, until, total, minutes, overdue: None, can_close: None, paused: None, outlook: None, not_known }
     }
 
     #[test]

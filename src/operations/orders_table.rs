@@ -110,6 +110,7 @@ impl ChosenOrder {
 #[derive(Debug, Clone)]
 pub struct OrdersTable {
     database: Database,
+    kind: Kind,
     /// For a table of the shop's own.
     overdue: Option<Sweeper>,
 }
@@ -126,7 +127,13 @@ impl OrdersTable {
             let statement = orders_statements::statements(&database, settings, kind).await?.overdue;
             Some(Sweeper::prepare(database.clone(), statement).await?)
         };
-        Ok(Self { database, overdue })
+        Ok(Self { database, kind: kind.clone(), overdue })
+    }
+
+    /// Whose orders they are.
+    #[must_use]
+    pub fn kind(&self) -> &Kind {
+        &self.kind
     }
 
     /// Whether it is a table of the shop's own.

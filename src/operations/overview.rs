@@ -12,7 +12,7 @@ use super::orders_table::{OrdersTable, Unknown};
 use super::status::{
     Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, paused, workers,
 };
-use super::unresolved::{self, UnresolvedForReason};
+use super::unresolved::{self, UnresolvedForReason, WaitingAtProvider};
 use super::{NotKnown, known};
 use crate::postgres::closing_pauses::Pause;
 use crate::postgres::{self, Database, one_line};
@@ -42,6 +42,9 @@ pub struct Overview {
     /// Payments that paid for nothing and are not settled, by currency.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub late_money: Option<Vec<OpenLateMoney>>,
+    /// Orders that are due and that payment providers are asked about, by provider.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_providers: Option<Vec<WaitingAtProvider>>,
     /// Orders that a payment provider's answers could not decide, by reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unresolved: Option<Vec<UnresolvedForReason>>,
@@ -94,6 +97,8 @@ pub async fn overview(
     let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
     let late_money = open_by_currency(database).await.map_err(|error| one_line(&error));
     let late_money = known("late money", late_money, &mut not_known);
+    let at_providers = unresolved::waiting(database).await.map_err(|error| one_line(&error));
+    let at_providers = known("at providers", at_providers, &mut not_known);
     let unresolved = unresolved::count_by_reason(database).await.map_err(|error| one_line(&error));
     let unresolved = known("unresolved", unresolved, &mut not_known);
     let workers = known("workers", workers(database).await, &mut not_known);
@@ -105,6 +110,7 @@ pub async fn overview(
         event_outbox,
         parked,
         late_money,
+        at_providers,
         unresolved,
         workers,
         not_known,
@@ -133,6 +139,13 @@ impl Overview {
         self.pauses().iter().any(|pause| pause.kind.as_deref().is_none_or(|paused| paused == kind.as_str()))
     }
 
+    /// How many orders wait because a payment provider gave no answer, and the seconds since the oldest of them fell due.
+    #[must_use]
+    pub fn without_answer(&self) -> (u64, f64) {
+        let all = self.at_providers.iter().flatten();
+        all.fold((0, 0.0), |(orders, oldest_s), at| (orders + at.without_answer, at.oldest_s.max(oldest_s)))
+    }
+
     /// What is overdue of all kinds together; `None` if it is not known of any.
     #[must_use]
     pub fn overdue(&self) -> Option<Overdue> {
@@ -155,7 +168,7 @@ impl Overview {
 pub enum Verdict {
     /// They are.
     OnTime,
-    /// They are, and something is wrong: one line for each.
+    /// They are, and something is wrong: one line for each. Or they are not because a payment provider does not answer.
     Degraded(Vec<String>),
     /// Closing is paused, of one kind or of all: one line for each pause, and for what is wrong besides.
     Paused(Vec<String>),
@@ -188,7 +201,11 @@ pub fn verdict(overview: Result<&Overview, &str>, problems: &[String]) -> Verdic
     if let Some(why) = overview.kinds.iter().find_map(unknown) {
         return Verdict::Unknown(why);
     }
-    if problems.is_empty() { Verdict::OnTime } else { Verdict::Degraded(problems.to_vec()) }
+    if problems.is_empty() && overview.without_answer().0 == 0 {
+        Verdict::OnTime
+    } else {
+        Verdict::Degraded(problems.to_vec())
+    }
 }
 
 #[cfg(test)]
@@ -210,6 +227,7 @@ mod tests {
             event_outbox: None,
             parked: None,
             late_money: None,
+            at_providers: None,
             unresolved: None,
             workers: Some(Vec::new()),
             not_known: Vec::new(),
@@ -225,6 +243,9 @@ mod tests {
         let Verdict::Late(reasons) = verdict(Ok(&overview(Some(60.0))), &problem()) else { panic!() };
         assert_eq!(reasons.len(), 2, "{reasons:?}");
         assert_eq!(verdict(Err("no answer"), &problem()), Verdict::Unknown("no answer".into()));
+        let at = WaitingAtProvider { provider: "card".into(), orders: 3, without_answer: 2, oldest_s: 9.0 };
+        let waiting = Overview { at_providers: Some(vec![at]), ..overview(None) };
+        assert_eq!(verdict(Ok(&waiting), &[]), Verdict::Degraded(Vec::new()));
     }
 
     #[test]

@@ -39,6 +39,9 @@ pub enum PendingError {
     /// A text that no order has.
     #[error("the text to search for has {0} characters; give 1 to 200")]
     Text(usize),
+    /// A text that no database keeps.
+    #[error("the text to search for contains a NUL character; leave that out")]
+    Nul,
     /// A place that no page ends with.
     #[error("{0:?} is not the end of a page; give `next` of the page before, as it was printed")]
     Place(String),
@@ -143,6 +146,9 @@ fn checked(window: Window, query: &PendingQuery) -> Result<DueQuery, PendingErro
     if let Some(length) = text.map(|text| text.chars().count()).filter(|length| *length > LONGEST_TEXT) {
         return Err(PendingError::Text(length));
     }
+    if text.is_some_and(|text| text.contains('\0')) {
+        return Err(PendingError::Nul);
+    }
     let after = match &query.after {
         None => None,
         Some(text) => Some(read_place(text).ok_or_else(|| PendingError::Place(text.clone()))?),
@@ -192,6 +198,8 @@ mod tests {
         assert_eq!(ask(PendingQuery { limit: Some(1_001), ..Default::default() }), Err(PendingError::PageSize(1_001)));
         let text = Some("x".repeat(201));
         assert_eq!(ask(PendingQuery { text, ..Default::default() }), Err(PendingError::Text(201)));
+        let text = Some("a\0b".to_owned());
+        assert_eq!(ask(PendingQuery { text, ..Default::default() }), Err(PendingError::Nul));
         assert!(ask(PendingQuery { after: Some("17".into()), ..Default::default() }).is_err());
         let empty = Window { from: at(60), until: at(60) };
         assert!(checked(empty, &PendingQuery::default()).unwrap_err().to_string().contains("give a later end"));

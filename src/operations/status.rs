@@ -11,6 +11,7 @@ use serde::Serialize;
 use sqlx::{AssertSqlSafe, Row};
 
 use super::orders_table::{OrdersTable, OverdueOrders};
+use super::unresolved::{self, WaitingAtProvider};
 use super::{NotKnown, known};
 use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::{self, Database, one_line, parked_alarms};
@@ -44,6 +45,9 @@ pub struct Status {
     /// Parked alarms; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parked: Option<Vec<ParkedForReason>>,
+    /// Orders that are due and that payment providers are asked about, by provider; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_providers: Option<Vec<WaitingAtProvider>>,
     /// Workers that were seen lately; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<Vec<RegisteredWorker>>,
@@ -123,11 +127,25 @@ pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status,
     let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
     let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
     let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
+    let at_providers = unresolved::waiting(database).await.map_err(|error| one_line(&error));
+    let at_providers = known("at providers", at_providers, &mut not_known);
     let workers = known("workers", workers(database).await, &mut not_known);
     let held = "each worker keeps these alarms in its memory; its page /metrics has order_timeout_alarms_held";
     not_known.push(NotKnown { what: "held", why: held.to_owned() });
     let at = write_rfc3339(now);
-    Ok(Status { at, unpaid, paused, due_by_minute, overdue, alarm_outbox, event_outbox, parked, workers, not_known })
+    Ok(Status {
+        at,
+        unpaid,
+        paused,
+        due_by_minute,
+        overdue,
+        alarm_outbox,
+        event_outbox,
+        parked,
+        at_providers,
+        workers,
+        not_known,
+    })
 }
 
 pub(super) async fn paused(database: &Database) -> Result<Vec<Pause>, String> {

@@ -89,6 +89,44 @@ pub async fn count_by_reason(database: &Database) -> Result<Vec<UnresolvedForRea
     rows.iter().map(read).collect()
 }
 
+/// Orders that are being closed and wait for the answers of one payment provider.
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+pub struct WaitingAtProvider {
+    /// Its name in the settings; empty for orders without an attempt to pay.
+    pub provider: String,
+    /// How many.
+    pub orders: u64,
+    /// Those among them about which it gave no answer when it was last asked, or could not be asked.
+    pub without_answer: u64,
+    /// Seconds since the oldest of those without an answer fell due; 0 if there is none.
+    pub oldest_s: f64,
+}
+
+/// The orders that payment providers are asked about now, by provider. Unresolved ones are not among them.
+///
+/// # Errors
+/// sqlx's.
+pub async fn waiting(database: &Database) -> Result<Vec<WaitingAtProvider>, sqlx::Error> {
+    let query = sqlx::query(
+        "SELECT queue, count(*) AS orders, count(*) FILTER (WHERE step = 'no_answer') AS without_answer,
+                coalesce(greatest(extract(epoch FROM clock_timestamp()
+                    - min(claimed_at) FILTER (WHERE step = 'no_answer')), 0), 0)::float8 AS oldest_s
+         FROM close_attempts WHERE unresolved_at IS NULL GROUP BY queue ORDER BY queue",
+    );
+    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
+    let read = |row: &PgRow| {
+        let count = |column| row.try_get(column).map(i64::unsigned_abs);
+        let (orders, without_answer) = (count("orders")?, count("without_answer")?);
+        Ok(WaitingAtProvider {
+            provider: row.try_get("queue")?,
+            orders,
+            without_answer,
+            oldest_s: row.try_get("oldest_s")?,
+        })
+    };
+    rows.iter().map(read).collect()
+}
+
 /// How many orders wait for a person.
 ///
 /// # Errors

@@ -58,15 +58,25 @@ impl Pause {
     /// The sentence for pages, logs and the command line.
     #[must_use]
     pub fn sentence(&self) -> String {
+        self.sentence_with("is")
+    }
+
+    /// The same when it is over.
+    #[must_use]
+    pub fn sentence_when_over(&self) -> String {
+        self.sentence_with("was")
+    }
+
+    fn sentence_with(&self, verb: &str) -> String {
         let Self { kind, cause, reason, paused_by, paused_at } = self;
-        let what = kind
-            .as_ref()
-            .map_or_else(|| "closing is paused".to_owned(), |kind| format!("closing of the kind {kind} is paused"));
+        let of_kind = kind.as_ref().map_or_else(String::new, |kind| format!(" of the kind {kind}"));
+        // To the second; the table has the rest.
+        let since = paused_at.get(..19).map_or_else(|| paused_at.clone(), |second| format!("{second}Z"));
         let cause = match cause {
             PauseCause::Operator => String::new(),
             PauseCause::Brake => "the brake of ".to_owned(),
         };
-        format!("{what} since {paused_at} by {cause}{paused_by}: {reason}")
+        format!("closing{of_kind} {verb} paused since {since} by {cause}{paused_by}: {reason}")
     }
 }
 

@@ -145,6 +145,9 @@ impl Worker {
         if let Some(server) = &http {
             let address = server.address();
             info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
+            if settings.http.page {
+                info!(%address, "the page is at http://{address}/");
+            }
         }
         Ok(Self { settings, database, kinds, handlers, unusable, recorder, http })
     }

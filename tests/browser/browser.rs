@@ -56,6 +56,8 @@ pub struct Browser {
     _driver: Chromedriver,
     window: WebDriver,
     site: String,
+    /// The test that it belongs to, for reports of what was skipped.
+    test: &'static str,
 }
 
 fn is_on_path(program: &str) -> bool {
@@ -84,7 +86,7 @@ impl Drop for Browser {
 
 impl Browser {
     /// Opens a window for the page at this address.
-    pub async fn open(site: SocketAddr) -> Self {
+    pub async fn open(site: SocketAddr, test: &'static str) -> Self {
         let (driver, port) = Chromedriver::start();
         let mut wanted = DesiredCapabilities::chrome();
         for argument in [
@@ -100,7 +102,7 @@ impl Browser {
             wanted.add_arg(argument).unwrap();
         }
         let window = WebDriver::new(format!("http://127.0.0.1:{port}"), wanted).await.expect("a window");
-        let browser = Self { window, _driver: driver, site: format!("http://{site}") };
+        let browser = Self { window, _driver: driver, site: format!("http://{site}"), test };
         browser.resize(DESKTOP, false).await;
         browser
     }
@@ -132,6 +134,16 @@ impl Browser {
     /// Loads a page of the worker.
     pub async fn visit(&self, path: &str) {
         self.window.goto(format!("{}{path}", self.site)).await.unwrap();
+    }
+
+    /// Marks the page as it is now: one that is loaded again has no mark.
+    pub async fn mark(&self) {
+        self.run("window.isFirst = true;", Vec::new()).await;
+    }
+
+    /// The marked page was not loaded again.
+    pub async fn assert_not_loaded_again(&self) {
+        assert_eq!(self.run("return window.isFirst === true;", Vec::new()).await, json!(true));
     }
 
     /// The address's part behind the host.
@@ -220,8 +232,8 @@ impl Browser {
     }
 
     /// Has axe-core look for barriers in the page as it is now: there must be no serious or critical one.
-    pub async fn assert_accessible(&self, test: &str) {
-        let Some(axe) = axe(test) else { return };
+    pub async fn assert_accessible(&self) {
+        let Some(axe) = axe(self.test) else { return };
         self.run(&format!("{axe}; return true;"), Vec::new()).await;
         let script = "const done = arguments[arguments.length - 1];
             axe.run(document, { resultTypes: ['violations'] }).then(found => done(found.violations.map(one =>

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout_testkit::page::TOKEN;
+use order_timeout_testkit::proxy::Proxy;
 use order_timeout_testkit::{RunningWorker, TestEnv};
 use sqlx::AssertSqlSafe;
 use tempfile::NamedTempFile;
@@ -23,23 +24,89 @@ use browser::Browser;
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Runs the test in an environment whose workers serve a page that a token opens for changes; nothing is run where there is
-/// no browser.
-fn in_browser<T, F>(name: &str, adjust: impl FnOnce(&mut Settings), test: T)
-where
-    T: FnOnce(Arc<TestEnv>) -> F,
-    F: Future<Output = ()> + Send + 'static,
-{
-    if !browser::is_installed(name) {
-        return;
-    }
-    let token = NamedTempFile::new().unwrap();
-    let with_page = order_timeout_testkit::page::with_page(Some(&token));
-    TestEnv::builder().settings(with_page).settings(adjust).run(test);
+/// What the first page says of a worker that does its work.
+const ON_TIME: &str = "Orders are closed on time.";
+
+/// A test of the page in the browser: what there is before the first page is open.
+struct PageTest {
+    name: &'static str,
+    adjust: Box<dyn FnOnce(&mut Settings)>,
+    sql: &'static str,
+    behind: Option<Server>,
 }
 
-async fn window(worker: &RunningWorker) -> Browser {
-    Browser::open(worker.http.expect("the worker serves the page")).await
+/// A server that a test can make unavailable.
+#[derive(Clone, Copy)]
+enum Server {
+    Broker,
+    Database,
+}
+
+/// The first page of a worker, which says that orders are closed on time.
+struct Opened {
+    env: Arc<TestEnv>,
+    worker: RunningWorker,
+    browser: Browser,
+    /// Before the server of [`PageTest::behind`].
+    network: Option<Proxy>,
+}
+
+/// A token opens the page for changes.
+fn page_test(name: &'static str) -> PageTest {
+    PageTest { name, adjust: Box::new(|_| {}), sql: "", behind: None }
+}
+
+impl PageTest {
+    fn settings(self, adjust: impl FnOnce(&mut Settings) + 'static) -> Self {
+        Self { adjust: Box::new(adjust), ..self }
+    }
+
+    /// Runs this before the worker starts.
+    fn prepared_by(self, sql: &'static str) -> Self {
+        Self { sql, ..self }
+    }
+
+    /// Puts a network before this server that the test can cut.
+    fn behind(self, server: Server) -> Self {
+        Self { behind: Some(server), ..self }
+    }
+
+    /// Opens the first page, and marks it, so that the test knows whether it was loaded again. Nothing is run where there is
+    /// no browser.
+    fn run<T, F>(self, test: T)
+    where
+        T: FnOnce(Opened) -> F + Send + 'static,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let Self { name, adjust, sql, behind } = self;
+        if !browser::is_installed(name) {
+            return;
+        }
+        let token = NamedTempFile::new().unwrap();
+        let with_page = order_timeout_testkit::page::with_page(Some(&token));
+        TestEnv::builder().settings(with_page).settings(adjust).run(async move |env| {
+            execute(&env, sql).await;
+            let (settings, network) = with_network(&env.settings, behind).await;
+            let worker = RunningWorker::start(settings).await;
+            let browser = Browser::open(worker.http.expect("the worker serves the page"), name).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            browser.mark().await;
+            test(Opened { env, worker, browser, network }).await;
+        });
+    }
+}
+
+async fn with_network(settings: &Settings, behind: Option<Server>) -> (Settings, Option<Proxy>) {
+    let mut settings = settings.clone();
+    let url = match behind {
+        None => return (settings, None),
+        Some(Server::Broker) => &mut settings.amqp.url,
+        Some(Server::Database) => &mut settings.database.url,
+    };
+    let network = Proxy::before(url).await;
+    *url = network.address(url);
+    (settings, Some(network))
 }
 
 async fn execute(env: &TestEnv, sql: &str) {

@@ -5,105 +5,63 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::config::kinds::{KindSettings, Names, TableSettings};
 use order_timeout_core::kind::Kind;
-use order_timeout_testkit::RunningWorker;
+use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::figures::wait_for_figure;
 use order_timeout_testkit::page::TOKEN;
-use order_timeout_testkit::proxy::Proxy;
 use serde_json::json;
 use thirtyfour::common::keys::Key;
 
-use crate::browser::Browser;
-use crate::{MINUTE, SECOND, execute, fill, in_browser, log_in, park, window, write_alarms};
-
-const ON_TIME: &str = "Orders are closed on time.";
-
-/// A page that was loaded again has no such mark.
-async fn mark(browser: &Browser) {
-    browser.run("window.isFirst = true;", Vec::new()).await;
-}
-
-async fn assert_not_loaded_again(browser: &Browser) {
-    assert_eq!(browser.run("return window.isFirst === true;", Vec::new()).await, json!(true));
-}
+use crate::{MINUTE, ON_TIME, Opened, SECOND, Server, fill, log_in, page_test, park, write_alarms};
 
 #[test]
 fn idle_page_is_calm_and_accessible() {
-    const NAME: &str = "states::idle_page_is_calm_and_accessible";
-    in_browser(
-        NAME,
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            fill(&env).await;
-            env.orders(40, SECOND).await;
-            write_alarms(&env).await;
-            let browser = window(&worker).await;
-            browser.visit("/").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            browser.wait_for_text("#due-order", "2,100").await;
-            browser.wait_for_text("#late", "40 orders").await;
-            browser.assert_accessible(NAME).await;
-            browser.picture("overview").await;
-            browser.be_dark(true).await;
-            let ground = "return getComputedStyle(document.body).backgroundColor;";
-            assert_eq!(browser.run(ground, Vec::new()).await, json!("rgb(15, 19, 24)"));
-            browser.assert_accessible(NAME).await;
-            browser.be_phone().await;
-            browser.picture("phone-dark").await;
-            for path in ["/", "/pending", "/parked", "/late", "/unresolved", "/pauses", "/login", "/orders/17"] {
-                browser.visit(path).await;
-                assert!(browser.overhang().await <= 0, "{path} is wider than a phone");
-                browser.assert_accessible(NAME).await;
-            }
-            // A page that is not there is an answer, not a refusal by the page's policy.
-            let errors = browser.console_errors().await;
-            assert!(errors.iter().all(|error| error.contains("404")), "{errors:?}");
-            worker.stop().await;
-        },
-    );
+    page_test("states::idle_page_is_calm_and_accessible").run(async |Opened { env, worker, browser, .. }| {
+        fill(&env).await;
+        env.orders(40, SECOND).await;
+        write_alarms(&env).await;
+        browser.wait_for_text("#due-order", "2,100").await;
+        browser.wait_for_text("#late", "40 orders").await;
+        browser.assert_accessible().await;
+        browser.picture("overview").await;
+        browser.be_dark(true).await;
+        let ground = "return getComputedStyle(document.body).backgroundColor;";
+        assert_eq!(browser.run(ground, Vec::new()).await, json!("rgb(15, 19, 24)"));
+        browser.assert_accessible().await;
+        browser.be_phone().await;
+        browser.picture("phone-dark").await;
+        for path in ["/", "/pending", "/parked", "/late", "/unresolved", "/pauses", "/login", "/orders/17"] {
+            browser.visit(path).await;
+            assert!(browser.overhang().await <= 0, "{path} is wider than a phone");
+            browser.assert_accessible().await;
+        }
+        // A page that is not there is an answer, not a refusal by the page's policy.
+        let errors = browser.console_errors().await;
+        assert!(errors.iter().all(|error| error.contains("404")), "{errors:?}");
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn burst_is_shown_as_it_closes() {
-    const NAME: &str = "states::burst_is_shown_as_it_closes";
-    in_browser(
-        NAME,
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let browser = window(&worker).await;
-            browser.visit("/").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            mark(&browser).await;
-            env.orders(2_000, 4 * SECOND).await;
-            write_alarms(&env).await;
-            browser.wait_for_text("#late", "2,000 orders").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            assert_not_loaded_again(&browser).await;
-            browser.assert_accessible(NAME).await;
-            browser.picture("burst").await;
-            worker.stop().await;
-            // Its worker is gone.
-            browser.wait_for_text("#connection", "Not updated for").await;
-        },
-    );
+    page_test("states::burst_is_shown_as_it_closes").run(async |Opened { env, worker, browser, .. }| {
+        env.orders(2_000, 4 * SECOND).await;
+        write_alarms(&env).await;
+        browser.wait_for_text("#late", "2,000 orders").await;
+        browser.wait_for_text("#verdict", ON_TIME).await;
+        browser.assert_not_loaded_again().await;
+        browser.assert_accessible().await;
+        browser.picture("burst").await;
+        worker.stop().await;
+        // Its worker is gone.
+        browser.wait_for_text("#connection", "Not updated for").await;
+    });
 }
 
 #[test]
 fn missing_broker_is_named() {
-    const NAME: &str = "states::missing_broker_is_named";
-    in_browser(
-        NAME,
-        |_| {},
-        async |env| {
-            let to_broker = Proxy::before(&env.settings.amqp.url).await;
-            let mut settings = env.settings.clone();
-            settings.amqp.url = to_broker.address(&settings.amqp.url);
-            let worker = RunningWorker::start(settings).await;
-            let browser = window(&worker).await;
-            browser.visit("/").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            mark(&browser).await;
+    page_test("states::missing_broker_is_named").behind(Server::Broker).run(
+        async |Opened { env, worker, browser, network }| {
+            let to_broker = network.expect("a network before it");
             to_broker.cut();
             browser.wait_for_text("#verdict", "broker: no consumer session is open").await;
             // The look-ahead closes on time without it.
@@ -111,11 +69,11 @@ fn missing_broker_is_named() {
             browser.wait_for_text("#late", "3 orders").await;
             assert_eq!(orders.len(), 3);
             browser.wait_for_text("#verdict", "but something needs attention").await;
-            browser.assert_accessible(NAME).await;
+            browser.assert_accessible().await;
             browser.picture("broker-down").await;
             to_broker.restore();
             browser.wait_for_text("#verdict", ON_TIME).await;
-            assert_not_loaded_again(&browser).await;
+            browser.assert_not_loaded_again().await;
             worker.stop().await;
         },
     );
@@ -123,26 +81,22 @@ fn missing_broker_is_named() {
 
 #[test]
 fn missing_database_is_named() {
-    const NAME: &str = "states::missing_database_is_named";
-    in_browser(
-        NAME,
-        |_| {},
-        async |env| {
-            let to_database = Proxy::before(&env.settings.database.url).await;
-            let mut settings = env.settings.clone();
-            settings.database.url = to_database.address(&settings.database.url);
-            let worker = RunningWorker::start(settings).await;
-            let browser = window(&worker).await;
-            browser.visit("/").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            mark(&browser).await;
+    page_test("states::missing_database_is_named").behind(Server::Database).run(
+        async |Opened { worker, browser, network, .. }| {
+            let to_database = network.expect("a network before it");
             to_database.cut();
             browser.wait_for_text("#verdict", "It is not known whether orders are closed on time.").await;
-            browser.assert_accessible(NAME).await;
+            browser.assert_accessible().await;
             browser.picture("database-down").await;
+            browser.wait_for_text("#verdict", "Start the database").await;
             to_database.restore();
             browser.wait_for_text("#verdict", ON_TIME).await;
-            assert_not_loaded_again(&browser).await;
+            // In the order in which they were before.
+            let ids = "return [...document.querySelectorAll('#live > section')].map(section => section.id).join(' ');";
+            let shown = async || browser.run(ids, Vec::new()).await;
+            let whole = "verdict paused due-order late parked late-money unresolved workers facts";
+            order_timeout_testkit::wait_for("every section", async || shown().await == json!(whole)).await;
+            browser.assert_not_loaded_again().await;
             worker.stop().await;
         },
     );
@@ -150,104 +104,124 @@ fn missing_database_is_named() {
 
 #[test]
 fn parked_alarms_are_retried_by_form() {
-    const NAME: &str = "states::parked_alarms_are_retried_by_form";
-    in_browser(
-        NAME,
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let order = env.order(60 * MINUTE).await;
-            park(&env, "close_failed", &order.id.to_string(), &order.body()).await;
-            park(&env, "unreadable", "17", b"{").await;
-            let browser = window(&worker).await;
-            browser.visit("/").await;
-            browser.wait_for_text("#parked", "close_failed").await;
-            browser.click("#parked a[href='/parked?reason=close_failed']").await;
-            browser.wait_for_text("main", "a trigger refuses it").await;
+    page_test("states::parked_alarms_are_retried_by_form").run(async |Opened { env, worker, browser, .. }| {
+        let order = env.order(60 * MINUTE).await;
+        park(&env, "close_failed", &order.id.to_string(), &order.body()).await;
+        park(&env, "unreadable", "17", b"{").await;
+        browser.wait_for_text("#parked", "close_failed").await;
+        browser.click("#parked a[href='/parked?reason=close_failed']").await;
+        browser.wait_for_text("main", "a trigger refuses it").await;
+        log_in(&browser, "night shift").await;
+        browser.assert_accessible().await;
+        browser.picture("parked").await;
+        browser.click("input[type=checkbox]").await;
+        browser.click("#why").await;
+        browser.type_text("the trigger is fixed").await;
+        browser.click("button[formaction='/parked/retry']").await;
+        browser.wait_for_text("main", "1 alarm sent back to the workers").await;
+        let left = env.count("SELECT count(*) FROM parked_alarms").await;
+        assert_eq!((left, env.parked().await[0].0.as_str()), (1, "unreadable"));
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn unresolved_orders_are_shown_with_remedies() {
+    page_test("states::unresolved_orders_are_shown_with_remedies").run(
+        async |Opened { env, worker, browser, .. }| {
+            for (reason, answer) in [
+                ("refunded", "refunded"),
+                ("no_answer", "unknown (no complete answer came within 10.0 s)"),
+                ("amount_differs", "paid 39.99 EUR"),
+            ] {
+                unresolved(&env, reason, answer).await;
+            }
+            browser.wait_for_text("#unresolved", "amount_differs").await;
+            browser.click("#unresolved a").await;
+            browser.wait_for_text("h1", "Unresolved orders").await;
+            browser.wait_for_text("main", "check that the provider answers").await;
             log_in(&browser, "night shift").await;
-            browser.assert_accessible(NAME).await;
-            browser.picture("parked").await;
-            browser.click("input[type=checkbox]").await;
-            browser.click("#why").await;
-            browser.type_text("the trigger is fixed").await;
-            browser.click("button[formaction='/parked/retry']").await;
-            browser.wait_for_text("main", "1 alarm sent back.").await;
-            let left = env.count("SELECT count(*) FROM parked_alarms").await;
-            assert_eq!((left, env.parked().await[0].0.as_str()), (1, "unreadable"));
+            browser.visit("/unresolved").await;
+            browser.wait_for_text("main", "Ask their providers again").await;
+            browser.assert_accessible().await;
+            browser.picture("unresolved").await;
+            browser.be_phone().await;
+            assert!(browser.overhang().await <= 0);
             worker.stop().await;
         },
     );
 }
 
+/// An order that its payment provider's answer could not decide.
+async fn unresolved(env: &TestEnv, reason: &str, answer: &str) {
+    let order = env.order(60 * MINUTE).await;
+    let sql = "WITH o AS (UPDATE orders SET status = 'closing' WHERE id = $1)
+               INSERT INTO close_attempts (order_id, claimed_by, queue, step, rounds, last_answers, unresolved_reason,
+                                           unresolved_at)
+               VALUES ($1::text, 'alarm', 'card', 'unresolved', 3, 'card pi_' || left($1::text, 8) || ' ask: ' || $2, $3,
+                       clock_timestamp())";
+    sqlx::query(sql).bind(order.id).bind(answer).bind(reason).execute(&env.pool).await.unwrap();
+}
+
 #[test]
 fn pause_is_shown_and_ended_by_keyboard() {
-    const NAME: &str = "states::pause_is_shown_and_ended_by_keyboard";
-    in_browser(
-        NAME,
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let browser = window(&worker).await;
-            browser.visit("/").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            browser.wait_for_text("#paused", "None: orders of every kind are closed.").await;
-            mark(&browser).await;
-            let why = "60 of 60 orders closed in 5m, and 0.0 % were paid; usually it is 70 %";
-            let pause = "INSERT INTO closing_pauses (kind, cause, reason, paused_by)
-                         VALUES ('order', 'brake', $1, 'the worker on shop-1')";
-            sqlx::query(pause).bind(why).execute(&env.pool).await.unwrap();
-            browser.wait_for_text("#paused", "brake: the worker on shop-1").await;
-            let command = ["resume", "--reason", "a test of the command"];
-            let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
-            assert_eq!(code, 0, "{said}{fault}");
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            let command = ["pause", "--reason", "the callbacks of the provider are missing", "--who", "night shift"];
-            let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
-            assert_eq!(code, 0, "{said}{fault}");
-            browser.wait_for_text("#verdict", "Closing is paused: no order is closed until it is resumed.").await;
-            wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
-            let orders = env.orders(12, SECOND).await;
-            browser.wait_for_text("#verdict", "Closing is paused: 12 overdue orders wait to be closed.").await;
-            browser.wait_for_text("#verdict", "by night shift: the callbacks of the provider are missing").await;
-            browser.wait_for_text("#paused", "operator: night shift").await;
-            browser.wait_for_text("#due-order", "Closing is paused: what falls due stays open").await;
-            assert_not_loaded_again(&browser).await;
-            browser.assert_accessible(NAME).await;
-            browser.picture("paused").await;
+    page_test("states::pause_is_shown_and_ended_by_keyboard").run(async |Opened { env, worker, browser, .. }| {
+        browser.wait_for_text("#paused", "None: orders of every kind are closed.").await;
+        let why = "60 of 60 orders closed in 5m, and 0.0 % were paid; usually it is 70 %";
+        let pause = "INSERT INTO closing_pauses (kind, cause, reason, paused_by)
+                     VALUES ('order', 'brake', $1, 'the worker on shop-1')";
+        sqlx::query(pause).bind(why).execute(&env.pool).await.unwrap();
+        browser.wait_for_text("#paused", "brake: the worker on shop-1").await;
+        let command = ["resume", "--reason", "a test of the command"];
+        let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
+        assert_eq!(code, 0, "{said}{fault}");
+        browser.wait_for_text("#verdict", ON_TIME).await;
+        let command = ["pause", "--reason", "the callbacks of the provider are missing", "--who", "night shift"];
+        let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
+        assert_eq!(code, 0, "{said}{fault}");
+        browser.wait_for_text("#verdict", "Closing is paused: no order is closed until it is resumed.").await;
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+        let orders = env.orders(12, SECOND).await;
+        browser.wait_for_text("#verdict", "Closing is paused: 12 overdue orders wait to be closed.").await;
+        browser.wait_for_text("#verdict", "by night shift: the callbacks of the provider are missing").await;
+        browser.wait_for_text("#paused", "operator: night shift").await;
+        browser.wait_for_text("#due-order", "Closing is paused: what falls due stays open").await;
+        browser.assert_not_loaded_again().await;
+        browser.assert_accessible().await;
+        browser.picture("paused").await;
 
-            // With the keyboard alone, beginning at the verdict.
-            browser.tab_to("Resume closing").await;
-            browser.press(Key::Enter).await;
-            browser.wait_for_text("h1", "Pauses of closing").await;
-            browser.tab_to("Log in").await;
-            browser.press(Key::Enter).await;
-            browser.tab_to("Your name").await;
-            browser.type_text("day shift").await;
-            browser.press(Key::Tab).await;
-            browser.type_text(TOKEN).await;
-            browser.press(Key::Enter).await;
-            browser.wait_for_text("header", "Log out").await;
-            browser.wait_for_text("h1", "Pauses of closing").await;
-            browser.assert_accessible(NAME).await;
-            browser.picture("pauses").await;
-            browser.tab_to("Why").await;
-            browser.type_text("the callbacks arrive again").await;
-            browser.tab_to("Resume closing").await;
-            browser.press(Key::Enter).await;
-            browser.wait_for_text("main", "1 pause ended.").await;
-            browser.wait_for_text("main", "the callbacks arrive again").await;
-            order_timeout_testkit::wait_for("the closes", async || env.closed().await == 12).await;
-            assert_eq!(orders.len(), 12);
-            let who = "SELECT count(*) FROM closing_pauses WHERE resumed_by = 'day shift'";
-            assert_eq!(env.count(who).await, 1);
-            browser.visit("/").await;
-            browser.wait_for_text("#verdict", ON_TIME).await;
-            browser.be_phone().await;
-            browser.visit("/pauses").await;
-            assert!(browser.overhang().await <= 0);
-            worker.stop().await;
-        },
-    );
+        // With the keyboard alone, beginning at the verdict.
+        browser.tab_to("Resume closing").await;
+        browser.press(Key::Enter).await;
+        browser.wait_for_text("h1", "Pauses of closing").await;
+        browser.tab_to("Log in").await;
+        browser.press(Key::Enter).await;
+        browser.tab_to("Your name").await;
+        browser.type_text("day shift").await;
+        browser.press(Key::Tab).await;
+        browser.type_text(TOKEN).await;
+        browser.press(Key::Enter).await;
+        browser.wait_for_text("header", "Log out").await;
+        browser.wait_for_text("h1", "Pauses of closing").await;
+        browser.assert_accessible().await;
+        browser.picture("pauses").await;
+        browser.tab_to("Why").await;
+        browser.type_text("the callbacks arrive again").await;
+        browser.tab_to("Resume closing").await;
+        browser.press(Key::Enter).await;
+        browser.wait_for_text("main", "1 pause ended.").await;
+        browser.wait_for_text("main", "the callbacks arrive again").await;
+        order_timeout_testkit::wait_for("the closes", async || env.closed().await == 12).await;
+        assert_eq!(orders.len(), 12);
+        let who = "SELECT count(*) FROM closing_pauses WHERE resumed_by = 'day shift'";
+        assert_eq!(env.count(who).await, 1);
+        browser.visit("/").await;
+        browser.wait_for_text("#verdict", ON_TIME).await;
+        browser.be_phone().await;
+        browser.visit("/pauses").await;
+        assert!(browser.overhang().await <= 0);
+        worker.stop().await;
+    });
 }
 
 fn with_acceptance(settings: &mut Settings) {
@@ -269,25 +243,19 @@ fn with_acceptance(settings: &mut Settings) {
 
 #[test]
 fn each_kind_has_a_row() {
-    const NAME: &str = "states::each_kind_has_a_row";
-    in_browser(NAME, with_acceptance, async |env| {
-        execute(
-            &env,
-            "CREATE TABLE public.acceptance (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'open',
-                                             until timestamptz NOT NULL);
-             CREATE INDEX ON public.acceptance (until, id) WHERE state = 'open';
-             INSERT INTO public.acceptance (until) SELECT now() + interval '1 minute' * n FROM generate_series(10, 40) n;
-             INSERT INTO public.acceptance (until) VALUES (now() + interval '1 second')",
-        )
-        .await;
+    const ACCEPTANCE: &str = "
+        CREATE TABLE public.acceptance (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'open',
+                                        until timestamptz NOT NULL);
+        CREATE INDEX ON public.acceptance (until, id) WHERE state = 'open';
+        INSERT INTO public.acceptance (until) SELECT now() + interval '1 minute' * n FROM generate_series(10, 40) n;
+        INSERT INTO public.acceptance (until) VALUES (now() + interval '1 second')";
+    let test = page_test("states::each_kind_has_a_row").settings(with_acceptance).prepared_by(ACCEPTANCE);
+    test.run(async |Opened { env, worker, browser, .. }| {
         env.orders(5, 20 * MINUTE).await;
-        let worker = env.worker().await;
-        let browser = window(&worker).await;
-        browser.visit("/").await;
         browser.wait_for_text("#kinds", "acceptance").await;
         let closed = |text: String| text.lines().any(|line| line.starts_with("acceptance\t0\t31\t1\t"));
         order_timeout_testkit::wait_for("the close", async || closed(browser.text("#kinds").await)).await;
-        browser.assert_accessible(NAME).await;
+        browser.assert_accessible().await;
         browser.picture("kinds").await;
         browser.click("#kinds a[href='/pending?kind=acceptance']").await;
         browser.wait_for_text("main", "Unpaid orders that fall due").await;
@@ -295,7 +263,7 @@ fn each_kind_has_a_row() {
         // A mapped table tells nothing of an order that is not overdue, and nothing is invented.
         browser.wait_for_text("main", "Not known: row").await;
         assert!(browser.path().await.ends_with("?kind=acceptance"), "{}", browser.path().await);
-        browser.assert_accessible(NAME).await;
+        browser.assert_accessible().await;
         browser.be_phone().await;
         browser.visit("/").await;
         assert!(browser.overhang().await <= 0);

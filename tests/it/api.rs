@@ -190,6 +190,9 @@ fn errors_name_the_fix() {
             ("/api/v1/pending?limit=many", 400, "lists the parameters"),
             ("/api/v1/pending?colour=red", 400, "unknown field"),
             ("/api/v1/pending?from=yesterday", 400, "RFC 3339"),
+            ("/api/v1/pending?text=%00", 400, "NUL character"),
+            ("/api/v1/unresolved?after=%00", 400, "control character"),
+            ("/api/v1/last-hour?kind=nope", 400, "must be one of order"),
             ("/api/v1/forecast?next=5", 400, "such as 30m or 6h"),
             ("/api/v1/forecast?next=9d", 400, "ask for 1m to 7d"),
             ("/api/v1/parked?reason=bored", 400, "give one of"),
@@ -274,6 +277,57 @@ fn wrong_tokens_are_limited() {
         let wait_s: u64 = refused.header("retry-after").unwrap().parse().unwrap();
         assert!((1..=61).contains(&wait_s) && refused.problem().contains("wait"), "{refused:?}");
         assert_eq!(get(&worker, "/api/v1/status").await.status, 200, "reading needs no token");
+        worker.stop().await;
+    });
+}
+
+/// A client that sends the head of a request for a change, and keeps its body.
+#[test]
+fn denied_requests_need_no_body() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        for (path, content_type) in [
+            ("/api/v1/parked/retry", "application/json"),
+            ("/api/v1/pauses", "application/json"),
+            ("/parked/retry", "application/x-www-form-urlencoded"),
+            ("/pauses", "application/x-www-form-urlencoded"),
+        ] {
+            let head = format!(
+                "POST {path} HTTP/1.1\r\nHost: shop\r\nOrigin: http://shop\r\nContent-Type: {content_type}\r\n\
+                 Content-Length: 60000\r\n\r\n"
+            );
+            let exchange = async {
+                let mut stream = TcpStream::connect(worker.http.unwrap()).await.unwrap();
+                stream.write_all(head.as_bytes()).await.unwrap();
+                let mut begin = [0; 12];
+                stream.read_exact(&mut begin).await.unwrap();
+                String::from_utf8_lossy(&begin).into_owned()
+            };
+            // The listener itself would end the connection after 30 s.
+            let begin = tokio::time::timeout(20 * SECOND, exchange).await;
+            assert_eq!(begin.expect("an answer without the body"), "HTTP/1.1 401", "{path}");
+        }
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn requests_without_token_lock_nothing() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        let change = json!({ "all": true, "who": "a", "why": "b" }).to_string();
+        let headers = [("Content-Type", "application/json")];
+        for _ in 0..15 {
+            let answer = ask(worker.http.unwrap(), "POST", "/api/v1/parked/drop", &headers, &change).await;
+            assert_eq!(answer.status, 401);
+        }
+        // The scheme in any case.
+        let authorization = format!("bearer {TOKEN}");
+        let headers = [("Content-Type", "application/json"), ("Authorization", authorization.as_str())];
+        let answer = ask(worker.http.unwrap(), "POST", "/api/v1/parked/drop", &headers, &change).await;
+        assert_eq!(answer.json(), json!({ "dropped": 0 }));
         worker.stop().await;
     });
 }

@@ -2,13 +2,16 @@
 //! and what to do, and lists what no table tells.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout::Settings;
+use order_timeout_testkit::away::{COMING_BACK, meanwhile, on_private_broker_with};
 use order_timeout_testkit::figures::{serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, PaymentService, wide_limits};
+use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{Order, TestEnv, wait_for};
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Executor};
 use uuid::Uuid;
@@ -134,6 +137,70 @@ fn explain_tells_provider_errors_in_order() {
                 "{answers}"
             );
         });
+}
+
+/// Its alarm comes before the deadline, which was moved, and is re-armed. When it is due, its payment
+/// provider does not answer, and the broker restarts meanwhile.
+#[test]
+fn explain_tells_story_across_outages() {
+    let service = Arc::new(PaymentService::start());
+    let provider = service.clone();
+    let settings = move |settings: &mut Settings| {
+        adjust(settings);
+        serve_http(settings);
+        settings.closing.max_rounds = 1_000;
+        provider.join(settings, "card", wide_limits());
+    };
+    on_private_broker_with(&[], settings, async move |env: Arc<TestEnv>, broker: Arc<Private>| {
+        let order = env.order(1_800 * SECOND).await;
+        let id = order.id.to_string();
+        begin_attempts(&env, std::slice::from_ref(&order), "card").await;
+        service.fail(&id, Some(Fault::Error));
+        let worker = env.worker().await;
+        let move_deadline = async |left: &str, why: &str| {
+            let arguments = ["deadline", &id, "--in", left, "--who", "night shift", "--why", why];
+            let (code, said, fault) = call_with(&env.settings, &arguments).await;
+            assert_eq!(code, 0, "{said}{fault}");
+        };
+        move_deadline("1h", "the customer asked").await;
+        move_deadline("2h", "and asked again").await;
+        env.deliver([&order]).await;
+        wait_for_figure(&worker, "alarms_rearmed_total", |value| value >= 1.0).await;
+        worker.stop().await;
+        move_deadline("1s", "a mistake").await;
+        // Its alarm is lost: only the sweep finds it.
+        execute(&env, "DELETE FROM alarm_outbox").await;
+        let worker = env.worker().await;
+        let rounds = "SELECT count(*) FROM close_attempts WHERE rounds >= 2";
+        wait_for("two rounds without an answer", async || env.count(rounds).await == 1).await;
+        let told = explained(&env.settings, &order).await;
+        let claimed = place(&told, "close_attempts", "claimed to be closed (sweep): card is asked first");
+        assert!(place(&told, "orders", "its deadline") < claimed, "{told:#}");
+        meanwhile(|| broker.stop());
+        meanwhile(|| broker.restart());
+        service.fail(&id, None);
+        let announced = "SELECT count(*) FROM event_outbox WHERE type = 'order.closed.v1' AND sent_at IS NOT NULL";
+        wait_within(COMING_BACK, "the announcement", async || env.count(announced).await == 1).await;
+        worker.stop().await;
+        let told = explained(&env.settings, &order).await;
+        assert!(told.get("open").is_none(), "{told:#}");
+        let places = [
+            place(&told, "orders", "created"),
+            place(&told, "payment_attempts", "with card began, reference "),
+            place(&told, "order_events", "; why: the customer asked"),
+            place(&told, "order_events", "; why: and asked again"),
+            place(&told, "order_events", "; why: a mistake"),
+            place(&told, "orders", "its deadline"),
+            place(&told, "order_events", "closed by the sweep, "),
+            place(&told, "event_outbox", "the event order.closed.v1 was announced"),
+        ];
+        assert!(places.is_sorted(), "{places:?}: {told:#}");
+        let (_, closed) = &moments(&told)[places[6]];
+        assert!(closed.contains("answers: rounds without an answer: "), "{closed}");
+        // The early delivery and its return to the broker leave no row, which the story says.
+        let unknown: Vec<_> = told["not_known"].as_array().unwrap().iter().map(|one| &one["what"]).collect();
+        assert_eq!(unknown, ["alarms from publishers", "deliveries"]);
+    });
 }
 
 #[test]

@@ -76,6 +76,8 @@ fn overview_is_shown_without_database() {
         to_database.cut();
         let unknown = "It is not known whether orders are closed on time.";
         wait_for("the verdict", async || get(&worker, "/").await.body.contains(unknown)).await;
+        let remedy = "No order is closed until then and none is lost";
+        assert!(get(&worker, "/").await.body.contains(remedy), "what to do");
         assert_eq!(get(&worker, "/livez").await.body, "alive\n");
         to_database.restore();
         wait_for("the verdict", async || get(&worker, "/").await.body.contains("closed on time.")).await;
@@ -262,6 +264,48 @@ fn login_leads_back_to_own_pages_only() {
             let answer = submit(&worker, "/login", &origin(&worker), "", &form).await;
             assert_eq!((answer.status, answer.header("location")), (303, Some(page)), "{to}");
         }
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn odd_addresses_are_answered_with_pages() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        let worker = env.worker().await;
+        for (method, path, status, part) in [
+            ("GET", "/parked/retry", 405, "go to the page with the form"),
+            ("PUT", "/", 405, "PUT is not possible here"),
+            ("GET", "/orders/%ff", 400, "percent-encode the id"),
+            ("GET", "/pending?text=%00", 400, "NUL character"),
+            ("GET", "/unresolved?after=%00", 400, "control character"),
+            ("GET", "/nothing", 404, "there is no such page"),
+        ] {
+            let answer = ask(worker.http.unwrap(), method, path, &[], "").await;
+            assert_eq!(answer.status, status, "{path}: {answer:?}");
+            assert!(answer.body.contains(part) && answer.body.contains("<h1>"), "{path}: {answer:?}");
+        }
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn all_alarms_of_reason_are_retried() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        for _ in 0..3 {
+            let order = env.order(3_600 * SECOND).await;
+            park(&env, "close_failed", &order.id.to_string(), &order.body()).await;
+        }
+        park(&env, "unreadable", "17", b"{").await;
+        let cookie = log_in(&worker).await;
+        let headers = [("Cookie", cookie.as_str())];
+        let page = ask(worker.http.unwrap(), "GET", "/parked?reason=close_failed", &headers, "").await;
+        assert!(page.body.contains("name=\"reason\" value=\"close_failed\""), "{page:?}");
+        let own = origin(&worker);
+        let retried = submit(&worker, "/parked/retry", &own, &cookie, "why=rule+7&reason=close_failed").await;
+        assert_eq!(retried.header("location"), Some("/parked?sent=3&kept=0"), "{retried:?}");
+        assert_eq!(env.count("SELECT count(*) FROM parked_alarms").await, 1);
         worker.stop().await;
     });
 }

@@ -70,7 +70,19 @@ fn paused_workers_close_nothing() {
         let status: Value = serde_json::from_str(&succeed(&env, &["status", "--json"]).await).unwrap();
         assert_eq!((&status["paused"][0]["cause"], &status["paused"][0]["reason"]), (&json!("operator"), &json!(WHY)));
 
-        assert!(succeed(&env, &["resume", "--reason", "they are back"]).await.starts_with("resumed; "));
+        let forecast = succeed(&env, &["forecast"]).await;
+        assert!(
+            forecast.contains("not closed: closing is paused since") && !forecast.contains("on time"),
+            "{forecast}"
+        );
+        let (_, found, _) = call(&env, &["doctor", "--json"]).await;
+        let found: Value = serde_json::from_str(&found).unwrap();
+        let finding =
+            found["checks"].as_array().unwrap().iter().find(|check| check["name"] == "orders_overdue").unwrap();
+        assert!(finding.to_string().contains(WHY), "{finding}");
+        assert!(
+            succeed(&env, &["resume", "--reason", "they are back"]).await.starts_with("resumed; closing was paused")
+        );
         wait_for("everything that is due is closed", async || env.closed().await == 36).await;
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 0.0).await;
         wait_for("the page says so", async || get(&worker, CLOSINGZ).await == (200, "closing\n".into())).await;

@@ -7,6 +7,7 @@ use order_timeout::effects::sweep::Sweeper;
 use order_timeout::outbox::reminders::Reminders;
 use order_timeout::postgres::Database;
 use order_timeout_core::kind::Kind;
+use order_timeout_testkit::page::with_page;
 use order_timeout_testkit::{TestEnv, wait_for};
 
 const FIVE_MINUTES: Duration = Duration::from_secs(300);
@@ -100,6 +101,30 @@ fn workers_announce_each_order_once() {
         .unwrap();
         assert_eq!((events, orders), (5_000, 5_000));
     });
+}
+
+#[test]
+fn page_counts_sent_reminders() {
+    TestEnv::builder()
+        .settings(with_page(None))
+        .settings(|settings| {
+            settings.kinds.entry(Kind::ORDER).or_default().remind = vec![Remind(FIVE_MINUTES)];
+        })
+        .run(async |env| {
+            let worker = env.worker().await;
+            wait_for("the reminders to begin", async || env.count("SELECT count(*) FROM reminder_progress").await == 1)
+                .await;
+            execute(
+                &env,
+                "INSERT INTO orders (id, expires_at)
+                 SELECT gen_random_uuid(), now() + interval '301 s' + n * interval '5 min' FROM generate_series(0, 2) n",
+            )
+            .await;
+            let row = "<th scope=\"row\">5m</th><td class=\"number\">1</td>";
+            let page = async || crate::api::get(&worker, "/").await.body;
+            wait_for("the reminder", async || page().await.contains(row)).await;
+            worker.stop().await;
+        });
 }
 
 /// As when the clock is set back: what has been read lies further ahead than the horizon.

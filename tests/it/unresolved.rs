@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use order_timeout_testkit::page::{TOKEN, with_page};
+use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{Order, TestEnv, wait_for};
 use serde_json::json;
 use tempfile::NamedTempFile;
@@ -23,6 +24,32 @@ async fn unresolved(env: &TestEnv, reason: &str) -> Order {
 }
 
 const WAITING: &str = "SELECT count(*) FROM close_attempts WHERE unresolved_at IS NOT NULL";
+
+/// While a payment provider does not answer, its orders are due and not closed, and no other figure shows them.
+#[test]
+fn orders_without_answer_are_shown() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        for step in ["no_answer", "no_answer", "claimed"] {
+            let order = env.order(Duration::from_secs(3_600)).await;
+            let sql = "WITH o AS (UPDATE orders SET status = 'closing' WHERE id = $1)
+                       INSERT INTO close_attempts (order_id, claimed_by, claimed_at, queue, step, next_attempt_at)
+                       VALUES ($1::text, 'alarm', now() - interval '65 s', 'card', $2, now() + interval '1 hour')";
+            sqlx::query(sql).bind(order.id).bind(step).execute(&env.pool).await.unwrap();
+        }
+        let worker = env.worker().await;
+        let at = get(&worker, "/api/v1/overview").await.json()["at_providers"].clone();
+        assert_eq!(
+            (&at[0]["provider"], &at[0]["orders"], &at[0]["without_answer"]),
+            (&json!("card"), &json!(3), &json!(2))
+        );
+        let said = "2 orders wait because their payment provider gives no answer, the oldest for 1m";
+        wait_for("the verdict", async || get(&worker, "/").await.body.contains(said)).await;
+        let (code, text, _) = call_with(&env.settings, &["status"]).await;
+        assert_eq!(code, 0);
+        assert!(text.contains("3 asked about at card, 2 without an answer, the oldest for 1m"), "{text}");
+        worker.stop().await;
+    });
+}
 
 #[test]
 fn unresolved_orders_are_retried_over_http() {

@@ -5,19 +5,17 @@
 
 use std::sync::Arc;
 
-use axum::Extension;
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::StatusCode;
 use axum::response::Response;
 use order_timeout_core::kind::Kind;
 use serde::{Deserialize, Serialize};
 use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Peer;
-use super::super::site::{Shared, authorize};
-use super::parked::Body;
-use super::reads::{InPath, Parameters, json};
+use super::super::site::Shared;
+use super::extract::{Body, InPath, Parameters, WithToken};
+use super::reads::json;
 use super::{Problem, operator};
 use crate::operations::late_payments::{self, LatePage, LatePayment, ReopenedOrder};
 use crate::postgres::Operator;
@@ -104,13 +102,10 @@ pub(in crate::http) struct Refunded {
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn refund_due(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
-    body: Result<Body<RefundDue>, Problem>,
+    WithToken(shared): WithToken,
+    Body(change): Body<RefundDue>,
 ) -> Result<Response, Problem> {
-    authorize(&shared, &headers, peer.ip())?;
-    json(&settle_refund_due(&shared, body?.0).await?)
+    json(&settle_refund_due(&shared, change).await?)
 }
 
 /// Who reopens an order, and why.
@@ -136,14 +131,11 @@ pub(in crate::http) struct Reopening {
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn reopen(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
+    WithToken(shared): WithToken,
     InPath(id): InPath<i64>,
-    body: Result<Body<Reopening>, Problem>,
+    Body(change): Body<Reopening>,
 ) -> Result<Response, Problem> {
-    authorize(&shared, &headers, peer.ip())?;
-    json(&reopen_order(&shared, id, body?.0).await?)
+    json(&reopen_order(&shared, id, change).await?)
 }
 
 /// For callers that were authorised, as of [`refund_due`].

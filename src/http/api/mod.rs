@@ -3,6 +3,7 @@
 //!
 //! Reads parameters, calls an operation, and answers; decides nothing else.
 
+mod extract;
 pub(super) mod late;
 pub(super) mod parked;
 pub(super) mod pauses;

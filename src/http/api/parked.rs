@@ -5,10 +5,8 @@
 
 use std::sync::Arc;
 
-use axum::extract::{FromRequest, State};
-use axum::http::HeaderMap;
+use axum::extract::State;
 use axum::response::Response;
-use axum::{Extension, Json};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::alarm::ParkReason;
 use serde::Deserialize;
@@ -16,9 +14,9 @@ use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::super::Peer;
-use super::super::site::{Shared, authorize};
-use super::reads::{Parameters, json};
+use super::super::site::Shared;
+use super::extract::{Body, Parameters, WithToken};
+use super::reads::json;
 use super::{Problem, operator};
 use crate::operations::parked::{self, Dropped, ParkedPage, Retried};
 use crate::postgres::Operator;
@@ -27,11 +25,6 @@ use crate::postgres::parked_alarms::Selection;
 /// Alarms on a page, if the caller does not say, and at most.
 const PAGE: i64 = 100;
 const LARGEST_PAGE: i64 = 1_000;
-
-/// A JSON body; what is wrong with one is a [`Problem`].
-#[derive(Debug, FromRequest)]
-#[from_request(via(Json), rejection(Problem))]
-pub(super) struct Body<T>(pub T);
 
 /// Which parked alarms.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -117,15 +110,8 @@ fn known_reason(reason: String) -> Result<String, Problem> {
     (status = 429, body = Problem, content_type = "application/problem+json"),
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
-pub(super) async fn retry(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
-    body: Result<Body<ParkedChange>, Problem>,
-) -> Result<Response, Problem> {
-    // Before the body's form is told.
-    authorize(&shared, &headers, peer.ip())?;
-    json(&retry_alarms(&shared, body?.0).await?)
+pub(super) async fn retry(WithToken(shared): WithToken, Body(change): Body<ParkedChange>) -> Result<Response, Problem> {
+    json(&retry_alarms(&shared, change).await?)
 }
 
 /// Deletes parked alarms. No order depends on them: the sweep closes it.
@@ -139,13 +125,10 @@ pub(super) async fn retry(
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn drop_alarms(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
-    body: Result<Body<ParkedChange>, Problem>,
+    WithToken(shared): WithToken,
+    Body(change): Body<ParkedChange>,
 ) -> Result<Response, Problem> {
-    authorize(&shared, &headers, peer.ip())?;
-    json(&drop_selected(&shared, body?.0).await?)
+    json(&drop_selected(&shared, change).await?)
 }
 
 /// For callers that were authorised, as of [`retry`].

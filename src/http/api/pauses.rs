@@ -5,18 +5,15 @@
 
 use std::sync::Arc;
 
-use axum::Extension;
 use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
 use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 use tracing::info;
 use utoipa::ToSchema;
 
-use super::super::Peer;
-use super::super::site::{Shared, authorize};
-use super::parked::Body;
+use super::super::site::Shared;
+use super::extract::{Body, WithToken};
 use super::reads::json;
 use super::{Problem, operator};
 use crate::operations::pause_closing::{self, Paused, Pauses, Resumed};
@@ -55,14 +52,8 @@ pub(in crate::http) struct PauseChange {
     (status = 429, body = Problem, content_type = "application/problem+json"),
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
-pub(super) async fn pause(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
-    body: Result<Body<PauseChange>, Problem>,
-) -> Result<Response, Problem> {
-    authorize(&shared, &headers, peer.ip())?;
-    json(&begin_pause(&shared, body?.0).await?)
+pub(super) async fn pause(WithToken(shared): WithToken, Body(change): Body<PauseChange>) -> Result<Response, Problem> {
+    json(&begin_pause(&shared, change).await?)
 }
 
 /// Ends the pause of a kind, or every pause: what is due is closed then.
@@ -75,14 +66,8 @@ pub(super) async fn pause(
     (status = 429, body = Problem, content_type = "application/problem+json"),
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
-pub(super) async fn resume(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
-    body: Result<Body<PauseChange>, Problem>,
-) -> Result<Response, Problem> {
-    authorize(&shared, &headers, peer.ip())?;
-    json(&end_pauses(&shared, body?.0).await?)
+pub(super) async fn resume(WithToken(shared): WithToken, Body(change): Body<PauseChange>) -> Result<Response, Problem> {
+    json(&end_pauses(&shared, change).await?)
 }
 
 /// For callers that were authorised, as of [`pause`].

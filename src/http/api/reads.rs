@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::extract::{FromRequestParts, Path, Query, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use order_timeout_core::duration;
 use order_timeout_core::kind::Kind;
@@ -16,6 +16,7 @@ use utoipa::IntoParams;
 
 use super::super::site::Shared;
 use super::Problem;
+use super::extract::{InPath, Parameters};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::explain::Explanation;
 use crate::operations::forecast::Forecast;
@@ -23,19 +24,9 @@ use crate::operations::overview::Overview;
 use crate::operations::pending::{Pending, PendingQuery};
 use crate::operations::show::OrderStory;
 use crate::operations::status::Status;
-use crate::operations::{explain, forecast, overview, pending, show, status};
+use crate::operations::{explain, forecast, overview, pause_closing, pending, show, status};
 use crate::postgres::one_line;
 use crate::sanitize;
-
-/// A query string; what is wrong with one is a [`Problem`].
-#[derive(Debug, FromRequestParts)]
-#[from_request(via(Query), rejection(Problem))]
-pub(super) struct Parameters<T>(pub T);
-
-/// The order's id in the path.
-#[derive(Debug, FromRequestParts)]
-#[from_request(via(Path), rejection(Problem))]
-pub(super) struct InPath<T>(pub T);
 
 /// JSON without hidden characters, which are escaped in it.
 pub(super) fn json<T: Serialize>(answer: &T) -> Result<Response, Problem> {
@@ -107,6 +98,7 @@ pub(super) async fn last_hour(
     State(shared): State<Arc<Shared>>,
     Parameters(LastHourParameters { kind }): Parameters<LastHourParameters>,
 ) -> Result<Response, Problem> {
+    pause_closing::require_known(&shared.settings, kind.as_ref())?;
     json(&shared.served.last_hour(kind.as_ref(), Instant::now()))
 }
 

@@ -5,19 +5,16 @@
 
 use std::sync::Arc;
 
-use axum::Extension;
 use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::Response;
 use order_timeout_core::order::OrderId;
 use serde::{Deserialize, Serialize};
 use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Peer;
-use super::super::site::{Shared, authorize};
-use super::parked::Body;
-use super::reads::{Parameters, json};
+use super::super::site::Shared;
+use super::extract::{Body, Parameters, WithToken};
+use super::reads::json;
 use super::{Problem, operator};
 use crate::operations::unresolved::{self, UnresolvedOrder, UnresolvedPage, Which};
 use crate::postgres::Operator;
@@ -70,6 +67,9 @@ pub(in crate::http) async fn page(
     after: Option<&str>,
     limit: i64,
 ) -> Result<UnresolvedOrders, Problem> {
+    let after = after.map(OrderId::new).transpose();
+    let after = after.map_err(|fault| Problem::bad_request(format!("after: {fault}")))?;
+    let after = after.as_ref().map(OrderId::as_str);
     let orders = unresolved::list(&shared.sources().await?.database, &UnresolvedPage { after, limit }).await;
     let orders = orders.map_err(|error| unresolved::unavailable(&error))?;
     let is_full = i64::try_from(orders.len()).is_ok_and(|shown| shown >= limit);
@@ -115,13 +115,10 @@ pub(in crate::http) struct AskedAgain {
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn retry(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
-    headers: HeaderMap,
-    body: Result<Body<UnresolvedChange>, Problem>,
+    WithToken(shared): WithToken,
+    Body(change): Body<UnresolvedChange>,
 ) -> Result<Response, Problem> {
-    authorize(&shared, &headers, peer.ip())?;
-    json(&ask_again(&shared, body?.0).await?)
+    json(&ask_again(&shared, change).await?)
 }
 
 /// For callers that were authorised, as of [`retry`].

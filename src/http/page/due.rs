@@ -18,6 +18,7 @@ pub(super) fn section(
     forecast: Option<&Result<Arc<Forecast>, String>>,
     names_kind: bool,
     is_paused: bool,
+    reminders: &Markup,
 ) -> Markup {
     html! {
         section id=(format!("due-{kind}")) {
@@ -27,6 +28,7 @@ pub(super) fn section(
                 Some(Err(why)) => p.bad { (shown(why)) },
                 Some(Ok(forecast)) => (figures(forecast, kind, is_paused)),
             }
+            (reminders)
         }
     }
 }

@@ -4,10 +4,8 @@
 
 use std::sync::Arc;
 
-use axum::Form;
-use axum::extract::rejection::{FormRejection, QueryRejection};
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
@@ -16,7 +14,7 @@ use serde::Deserialize;
 use super::super::api::Problem;
 use super::super::api::late::{RefundDue, Reopening, reopen_order, settle_refund_due};
 use super::super::site::Shared;
-use super::changes::{Fields, answer, asked, choice, form, how_to_change};
+use super::changes::{Fields, Filled, Permitted, answer, asked, choice, form, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor, order_path};
 use super::words::{count, money, shown, time};
@@ -130,12 +128,11 @@ fn row(payment: &LatePayment, is_choosable: bool) -> Markup {
 
 pub(super) async fn refund_due(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let asked = asked::<i64>(&visitor, &headers, form)?;
+        let asked = asked::<i64>(who, &fields)?;
         let change = RefundDue { ids: asked.ids, who: asked.who, why: asked.why };
         let done = settle_refund_due(&shared, change).await?;
         Ok(format!("/late?refund_due={}&not_open={}", done.settled.len(), done.not_open.len()))
@@ -146,12 +143,11 @@ pub(super) async fn refund_due(
 /// One after the other; the first that cannot be reopened ends it, and says why.
 pub(super) async fn reopen(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let asked = asked::<i64>(&visitor, &headers, form)?;
+        let asked = asked::<i64>(who, &fields)?;
         // One payment may have paid an order together with another that was chosen as well.
         let (mut used, mut reopened) = (Vec::new(), 0);
         for id in asked.ids {

@@ -4,19 +4,20 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::header::{RETRY_AFTER, SET_COOKIE};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Redirect, Response};
-use axum::{Extension, Form};
 use maud::{Markup, html};
 use serde::Deserialize;
 use tracing::{info, warn};
 
 use super::super::Peer;
 use super::super::api::Problem;
-use super::super::site::{COOKIE, Denied, LONGEST_SESSION, Shared, check, is_from_this_site};
+use super::super::site::{COOKIE, Denied, LONGEST_SESSION, Shared, check};
+use super::changes::{Filled, FromOwnForm};
 use super::failed;
 use super::layout::{Layout, Visitor, page_at, session_key};
 use super::words::shown;
@@ -65,20 +66,11 @@ pub(super) struct Given {
 
 pub(super) async fn begin(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
+    FromOwnForm(visitor): FromOwnForm,
     Extension(Peer(peer)): Extension<Peer>,
     headers: HeaderMap,
-    given: Result<Form<Given>, axum::extract::rejection::FormRejection>,
+    Filled(Given { who, token, to }): Filled<Given>,
 ) -> Response {
-    if !is_from_this_site(&headers) {
-        return failed(
-            &visitor,
-            &Problem::new(StatusCode::FORBIDDEN, "the request is not from this page; use its form"),
-        );
-    }
-    let Ok(Form(Given { who, token, to })) = given else {
-        return failed(&visitor, &Problem::bad_request("the form is incomplete; fill it in again"));
-    };
     if let Err(denied) = check(&shared, &token, peer.ip()) {
         warn!(%peer, "a login over HTTP was refused: {denied}");
         return refused(&visitor, page_at(&to), denied);
@@ -120,13 +112,7 @@ fn refused(visitor: &Visitor, to: &str, denied: Denied) -> Response {
     response
 }
 
-pub(super) async fn end(State(shared): State<Arc<Shared>>, visitor: Visitor, headers: HeaderMap) -> Response {
-    if !is_from_this_site(&headers) {
-        return failed(
-            &visitor,
-            &Problem::new(StatusCode::FORBIDDEN, "the request is not from this page; use its form"),
-        );
-    }
+pub(super) async fn end(State(shared): State<Arc<Shared>>, _: FromOwnForm, headers: HeaderMap) -> Response {
     if let Some(key) = session_key(&headers) {
         shared.sessions.end(key);
     }

@@ -16,6 +16,9 @@ mod parked;
 mod pauses;
 mod pending;
 mod plots;
+mod providers;
+mod remedies;
+mod reminders;
 mod unresolved;
 mod words;
 
@@ -24,7 +27,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::http::header::CONTENT_TYPE;
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use maud::html;
@@ -60,6 +63,7 @@ pub(super) fn router() -> Router<Arc<Shared>> {
         .route("/assets/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page.js"))))
         .route("/assets/icon.svg", get(async || asset("image/svg+xml", include_str!("icon.svg"))))
         .layer(DefaultBodyLimit::max(LARGEST_FORM_BYTES))
+        .method_not_allowed_fallback(wrong_method)
         .fallback(not_found)
 }
 
@@ -69,6 +73,12 @@ fn asset(content_type: &'static str, text: &'static str) -> Response {
 
 async fn not_found(visitor: Visitor) -> Response {
     failed(&visitor, &Problem::new(StatusCode::NOT_FOUND, "there is no such page"))
+}
+
+/// Such as when the address of a form is opened again.
+async fn wrong_method(visitor: Visitor, method: Method) -> Response {
+    let why = format!("{method} is not possible here; go to the page with the form, or back to the overview");
+    failed(&visitor, &Problem::new(StatusCode::METHOD_NOT_ALLOWED, why))
 }
 
 /// A page that says what is wrong.

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::rejection::QueryRejection;
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Redirect, Response};
@@ -41,10 +41,10 @@ pub(super) async fn find(visitor: Visitor, asked: Result<Query<Find>, QueryRejec
 pub(super) async fn page(
     State(shared): State<Arc<Shared>>,
     visitor: Visitor,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
     asked: Result<Query<KindParameter>, QueryRejection>,
 ) -> Response {
-    match tell(&shared, &id, asked).await {
+    match tell(&shared, id, asked).await {
         Ok(told) => {
             let status = if told.exists == Some(false) { StatusCode::NOT_FOUND } else { StatusCode::OK };
             (status, Layout::new("Order", &visitor).render(story(&told, &visitor.kinds))).into_response()
@@ -55,10 +55,10 @@ pub(super) async fn page(
 
 async fn tell(
     shared: &Shared,
-    id: &str,
+    id: Result<Path<String>, PathRejection>,
     asked: Result<Query<KindParameter>, QueryRejection>,
 ) -> Result<Explanation, Problem> {
-    let Query(KindParameter { kind }) = asked?;
+    let (Path(id), Query(KindParameter { kind })) = (id?, asked?);
     let id = OrderId::new(id).map_err(|fault| Problem::bad_request(fault.to_string()))?;
     let sources = shared.sources().await?;
     let told = explain(&sources.database, sources.orders(&kind).await?, &kind, &id).await;

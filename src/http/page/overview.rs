@@ -12,8 +12,9 @@ use order_timeout_amqp::connect;
 use super::super::site::{Shared, View};
 use super::layout::{Layout, Visitor};
 use super::plots;
-use super::words::{age, count, lateness, moment, money, number, shown};
-use super::{due, kinds, pauses, unresolved};
+use super::remedies::{self, remedy};
+use super::words::{age, count, lateness, moment, money, number, shown, with_code};
+use super::{due, kinds, pauses, providers, reminders, unresolved};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
@@ -43,7 +44,7 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
     let problems = problems(shared);
     let now = Instant::now();
     html! {
-        (verdict_section(&verdict(read, &problems), read.ok()))
+        (verdict_section(&verdict(read, &problems), read.ok(), &problems))
         @if let Ok(overview) = read { (pauses::section(overview.paused.as_deref())) }
         @if shared.kinds().len() > 1 { (kinds::section(shared, view, now)) }
         // An older forecast beside a database that does not answer would look like the present.
@@ -53,12 +54,14 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
                 view.and_then(|view| view.forecasts.get(kind)),
                 shared.kinds().len() > 1,
                 read.is_ok_and(|overview| overview.is_paused(kind)),
+                &reminders::part(kind, &shared.settings.reminders_of(kind), view),
             ))
         }
         (late_section(&shared.served.last_hour(None, now)))
         @if let Ok(overview) = read {
             (parked_section(overview.parked.as_deref()))
             (late_money_section(overview.late_money.as_deref()))
+            (providers::section(overview.at_providers.as_deref()))
             (unresolved::section(overview.unresolved.as_deref()))
             (workers_section(overview, shared.kinds().len() > 1))
         }
@@ -74,7 +77,17 @@ fn problems(shared: &Shared) -> Vec<String> {
     report.lines.iter().filter(is_problem).cloned().collect()
 }
 
-fn verdict_section(verdict: &Verdict, overview: Option<&Overview>) -> Markup {
+/// A reason, and what to do about it.
+fn reason(text: &str) -> Markup {
+    html! {
+        li {
+            (shown(text))
+            @if let Some(remedy) = remedy(text) { p.todo { (with_code(&remedy)) } }
+        }
+    }
+}
+
+fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[String]) -> Markup {
     let (class, mark, reasons): (_, _, &[String]) = match verdict {
         Verdict::OnTime => ("ok", "✓", &[]),
         Verdict::Degraded(reasons) => ("warn", "!", reasons),
@@ -85,8 +98,14 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>) -> Markup {
     html! {
         section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
             h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
-            @if !reasons.is_empty() { ul { @for reason in reasons { li { (shown(reason)) } } } }
-            @if let Verdict::Unknown(why) = verdict { p { (shown(why)) } }
+            @if !reasons.is_empty() { ul { @for text in reasons { (reason(text)) } } }
+            @if let Verdict::Unknown(why) = verdict {
+                p { (shown(why)) }
+                p.todo { (with_code(remedies::DATABASE)) }
+                // What is known of the database is said already.
+                @let others: Vec<_> = problems.iter().filter(|line| !line.contains("database: ")).collect();
+                @if !others.is_empty() { ul { @for text in others { (reason(text)) } } }
+            }
         }
     }
 }
@@ -94,7 +113,10 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>) -> Markup {
 fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
     match verdict {
         Verdict::OnTime => "Orders are closed on time.".to_owned(),
-        Verdict::Degraded(_) => "Orders are closed on time, but something needs attention.".to_owned(),
+        Verdict::Degraded(_) => match overview.map(Overview::without_answer) {
+            Some((orders @ 1.., oldest_s)) => providers::sentence(orders, oldest_s),
+            _ => "Orders are closed on time, but something needs attention.".to_owned(),
+        },
         Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
         Verdict::Paused(_) => paused_sentence(overview),
         Verdict::Late(_) => match overview.and_then(Overview::overdue) {
@@ -158,7 +180,7 @@ fn late_table(minutes: &[ClosedMinute]) -> Markup {
             table {
                 thead { tr {
                     th scope="col" { "minutes ago" }
-                    @for name in ["p50", "p99", "latest", "by alarms", "by reading ahead", "by the sweep"] {
+                    @for name in ["p50", "p99", "latest", "by alarms", "by reading ahead", "by the sweep", "after asking providers"] {
                         th.number scope="col" { (name) }
                     }
                 } }
@@ -167,7 +189,7 @@ fn late_table(minutes: &[ClosedMinute]) -> Markup {
                         tr {
                             th scope="row" { (minute.minutes_ago) }
                             @for late in [minute.p50_ms, minute.p99_ms, minute.max_ms] { td.number { (ms(late)) } }
-                            @for closed in [minute.alarm, minute.look_ahead, minute.sweep] { td.number { (number(closed)) } }
+                            @for closed in [minute.alarm, minute.look_ahead, minute.sweep, minute.asked] { td.number { (number(closed)) } }
                         }
                     }
                 }
@@ -290,8 +312,10 @@ fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
 fn session(shared: &Shared) -> String {
     let served = shared.served.list();
     let open = served.iter().filter(|served| served.metrics.session_open.get() == 1).count();
+    let is_paused = shared.pages.health.is_ready().lines.iter().any(|line| line.starts_with("closing"));
     match (shared.settings.delay.strategy.needs_broker(), open, served.len()) {
         (false, ..) => "not needed".to_owned(),
+        (true, 0, _) if is_paused => "closed while closing is paused: alarms wait in the broker".to_owned(),
         (true, 0, _) => "none".to_owned(),
         (true, open, all) if open == all => "open".to_owned(),
         (true, open, all) => format!("{open} of {all} open"),
@@ -346,6 +370,7 @@ mod tests {
             event_outbox: None,
             parked: None,
             late_money: None,
+            at_providers: None,
             unresolved: None,
             workers: None,
             not_known: Vec::new(),

@@ -6,10 +6,12 @@
   const connection = document.getElementById("connection");
   let updated = Date.now();
 
-  function replace(section) {
+  // Behind the section before it, so that the order stays when some come back, as after an outage of the database.
+  function replace(section, before) {
     const present = document.getElementById(section.id);
     if (!present) {
-      live.append(section);
+      const previous = before && document.getElementById(before);
+      live.insertBefore(section, previous ? previous.nextSibling : live.firstChild);
       return;
     }
     // What is open stays open.
@@ -32,7 +34,8 @@
     if (sections.length === 0) {
       return;
     }
-    sections.forEach(replace);
+    const order = sections.map((section) => section.id);
+    sections.forEach((section, number) => replace(section, order[number - 1]));
     for (const old of [...live.children]) {
       if (!sections.some((section) => section.id === old.id)) {
         old.remove();

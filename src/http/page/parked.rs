@@ -4,10 +4,8 @@
 
 use std::sync::Arc;
 
-use axum::Form;
-use axum::extract::rejection::{FormRejection, QueryRejection};
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use maud::{Markup, html};
 use order_timeout_core::alarm::ParkReason;
@@ -19,7 +17,7 @@ use uuid::Uuid;
 use super::super::api::Problem;
 use super::super::api::parked::{ParkedChange, drop_selected, retry_alarms};
 use super::super::site::Shared;
-use super::changes::{self, Asked, Fields, answer, choice, form, how_to_change};
+use super::changes::{self, Asked, Fields, Filled, Permitted, answer, choice, field, form, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor, order_path};
 use super::words::{age, count, shown};
@@ -60,8 +58,7 @@ pub(super) async fn page(
 
 async fn read(shared: &Shared, asked: Result<Query<Listed>, QueryRejection>) -> Result<(Listed, ParkedPage), Problem> {
     let Query(asked) = asked?;
-    let known = asked.reason.clone().filter(|reason| ParkReason::WORDS.contains(&reason.as_str()));
-    let selection = known.map_or(Selection::All, Selection::Reason);
+    let selection = known_reason(&asked).map_or(Selection::All, |reason| Selection::Reason(reason.to_owned()));
     let page = parked::list(&shared.sources().await?.database, &selection, asked.after, PAGE).await?;
     Ok((asked, page))
 }
@@ -78,6 +75,9 @@ fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
         } @else if visitor.session.is_some() {
             (form(&table(&page.alarms, true, visitor.kinds.len() > 1), &html! {
                 button formaction="/parked/retry" { "Retry the chosen" }
+                @if let Some(reason) = known_reason(asked) {
+                    button formaction="/parked/retry" name="reason" value=(reason) { "Retry all that are " (reason) }
+                }
                 button.bad formaction="/parked/drop" { "Drop the chosen" }
             }))
         } @else {
@@ -88,9 +88,14 @@ fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
     }
 }
 
+/// The reason that was chosen in the filter.
+fn known_reason(asked: &Listed) -> Option<&str> {
+    asked.reason.as_deref().filter(|reason| ParkReason::WORDS.contains(reason))
+}
+
 fn result(asked: &Listed) -> Markup {
     html! {
-        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back." } }
+        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back to the workers, which close the orders unless closing is paused." } }
         @if let Some(kept @ 1..) = asked.kept {
             p.bad role="status" { (count(kept, "alarm")) " could not be sent: " code { "order-timeout parked retry" } " says why." }
         }
@@ -164,12 +169,14 @@ fn next_page(asked: &Listed, next: Uuid) -> String {
 
 pub(super) async fn retry(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let change = change(&visitor, &headers, form)?;
+        let change = match field(&fields, "reason") {
+            reason if reason.is_empty() => change(who, &fields)?,
+            reason => ParkedChange { reason: Some(reason), who, why: field(&fields, "why"), ..ParkedChange::default() },
+        };
         let retried = retry_alarms(&shared, change).await?;
         Ok(format!("/parked?sent={}&kept={}", retried.sent, retried.kept.len()))
     };
@@ -178,23 +185,18 @@ pub(super) async fn retry(
 
 pub(super) async fn drop_alarms(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let change = change(&visitor, &headers, form)?;
+        let change = change(who, &fields)?;
         Ok(format!("/parked?dropped={}", drop_selected(&shared, change).await?.dropped))
     };
     answer(&visitor, done.await)
 }
 
-/// The change that the form asks for, if this visitor may ask for it.
-fn change(
-    visitor: &Visitor,
-    headers: &HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
-) -> Result<ParkedChange, Problem> {
-    let Asked { ids, who, why } = changes::asked::<Uuid>(visitor, headers, form)?;
+/// The change that the form asks for.
+fn change(who: String, fields: &Fields) -> Result<ParkedChange, Problem> {
+    let Asked { ids, who, why } = changes::asked::<Uuid>(who, fields)?;
     Ok(ParkedChange { ids: Some(ids), who, why, ..ParkedChange::default() })
 }

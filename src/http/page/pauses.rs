@@ -4,10 +4,8 @@
 
 use std::sync::Arc;
 
-use axum::Form;
-use axum::extract::rejection::{FormRejection, QueryRejection};
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
@@ -16,7 +14,7 @@ use serde::Deserialize;
 use super::super::api::Problem;
 use super::super::api::pauses::{ENDED, PauseChange, begin_pause, end_pauses};
 use super::super::site::Shared;
-use super::changes::{Fields, answer, field, how_to_change, permitted};
+use super::changes::{Fields, Filled, Permitted, answer, field, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor};
 use super::words::{count, moment, shown};
@@ -183,12 +181,11 @@ fn result(done: &Done) -> Markup {
 
 pub(super) async fn pause(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let paused = begin_pause(&shared, change(&visitor, &headers, form)?).await?;
+        let paused = begin_pause(&shared, change(who, &fields)?).await?;
         Ok(format!("/pauses?began={}", paused.began))
     };
     answer(&visitor, done.await)
@@ -196,27 +193,21 @@ pub(super) async fn pause(
 
 pub(super) async fn resume(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let resumed = end_pauses(&shared, change(&visitor, &headers, form)?).await?;
+        let resumed = end_pauses(&shared, change(who, &fields)?).await?;
         Ok(format!("/pauses?ended={}&left={}", resumed.ended.len(), resumed.still_paused.len()))
     };
     answer(&visitor, done.await)
 }
 
-/// The change that the form asks for, if this visitor may ask for it.
-fn change(
-    visitor: &Visitor,
-    headers: &HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
-) -> Result<PauseChange, Problem> {
-    let (who, fields) = permitted(visitor, headers, form)?;
-    let kind = match field(&fields, "kind").as_str() {
+/// The change that the form asks for.
+fn change(who: String, fields: &Fields) -> Result<PauseChange, Problem> {
+    let kind = match field(fields, "kind").as_str() {
         "" => None,
         kind => Some(Kind::new(kind).map_err(|fault| Problem::bad_request(fault.to_string()))?),
     };
-    Ok(PauseChange { kind, who, why: field(&fields, "why") })
+    Ok(PauseChange { kind, who, why: field(fields, "why") })
 }

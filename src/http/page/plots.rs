@@ -89,6 +89,9 @@ pub(super) fn late(minutes: &[ClosedMinute]) -> Markup {
                 li { span.swatch.alarm {} "closed by alarms" }
                 li { span.swatch.look_ahead {} "by reading ahead" }
                 li { span.swatch.sweep {} "by the sweep" }
+                @if minutes.iter().any(|minute| minute.asked > 0) {
+                    li { span.swatch.asked {} "after asking their payment providers (how late is not counted)" }
+                }
             }
         }
     }
@@ -123,6 +126,9 @@ fn closes(minutes: &[ClosedMinute]) -> Markup {
                 rect.look_ahead x=(x) width="0.8" y=(format!("{:.2}", 40.0 - alarm - ahead)) height=(format!("{ahead:.2}")) {}
                 rect.sweep x=(x) width="0.8" y=(format!("{:.2}", (40.0 - alarm - ahead - sweep).max(0.0)))
                     height=(format!("{sweep:.2}")) {}
+                @let asked = scaled(minute.asked);
+                rect.asked x=(x) width="0.8" y=(format!("{:.2}", (40.0 - alarm - ahead - sweep - asked).max(0.0)))
+                    height=(format!("{asked:.2}")) {}
             }
         }
     }
@@ -134,7 +140,16 @@ mod tests {
 
     fn minute(minutes_ago: u64, ms: f64) -> ClosedMinute {
         let late = Some(ms);
-        ClosedMinute { minutes_ago, alarm: 5, look_ahead: 0, sweep: 1, p50_ms: late, p99_ms: late, max_ms: late }
+        ClosedMinute {
+            minutes_ago,
+            alarm: 5,
+            look_ahead: 0,
+            sweep: 1,
+            asked: 2,
+            p50_ms: late,
+            p99_ms: late,
+            max_ms: late,
+        }
     }
 
     #[test]

@@ -5,10 +5,8 @@
 
 use std::sync::Arc;
 
-use axum::Form;
-use axum::extract::rejection::{FormRejection, QueryRejection};
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
@@ -18,7 +16,7 @@ use url::form_urlencoded::Serializer;
 use super::super::api::Problem;
 use super::super::api::unresolved::{self as api, UnresolvedChange, UnresolvedOrders, ask_again};
 use super::super::site::Shared;
-use super::changes::{Fields, answer, asked, choice, form, how_to_change};
+use super::changes::{Fields, Filled, Permitted, answer, asked, choice, form, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor, order_path};
 use super::words::{age, count, moment, number, shown, with_code};
@@ -137,12 +135,11 @@ fn row(order: &UnresolvedOrder, is_choosable: bool) -> Markup {
 
 pub(super) async fn retry(
     State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    headers: HeaderMap,
-    form: Result<Form<Fields>, FormRejection>,
+    Permitted { visitor, who }: Permitted,
+    Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let asked = asked::<String>(&visitor, &headers, form)?;
+        let asked = asked::<String>(who, &fields)?;
         let change =
             UnresolvedChange { ids: Some(asked.ids), who: asked.who, why: asked.why, ..UnresolvedChange::default() };
         Ok(format!("/unresolved?retried={}", ask_again(&shared, change).await?.retried.len()))

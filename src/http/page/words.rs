@@ -15,12 +15,25 @@ pub(super) fn shown(text: &str) -> Cow<'_, str> {
     sanitize::one_line(text)
 }
 
-/// Text from outside with what is between backticks as code.
+/// The page on which a command's work is done as well.
+const PAGES_OF_COMMANDS: [(&str, &str); 5] = [
+    ("order-timeout resume", "/pauses"),
+    ("order-timeout pause", "/pauses"),
+    ("order-timeout parked", "/parked"),
+    ("order-timeout late", "/late"),
+    ("order-timeout closing", "/unresolved"),
+];
+
+/// Text from outside with what is between backticks as code, which leads to the page that does the same.
 pub(super) fn with_code(text: &str) -> Markup {
     let text = shown(text);
     html! {
         @for (number, part) in text.split('`').enumerate() {
-            @if number % 2 == 1 { code { (part) } } @else { (part) }
+            @if number % 2 == 0 { (part) }
+            @else if let Some((_, page)) = PAGES_OF_COMMANDS.iter().find(|(command, _)| part.starts_with(command)) {
+                a href=(page) { code { (part) } }
+            }
+            @else { code { (part) } }
         }
     }
 }
@@ -103,6 +116,8 @@ mod tests {
     fn commands_are_shown_as_code() {
         let text = with_code("run `order-timeout close ID` <now>").into_string();
         assert_eq!(text, "run <code>order-timeout close ID</code> &lt;now&gt;");
+        let text = with_code("then `order-timeout resume --reason TEXT`").into_string();
+        assert_eq!(text, "then <a href=\"/pauses\"><code>order-timeout resume --reason TEXT</code></a>");
     }
 
     #[test]

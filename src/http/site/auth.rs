@@ -28,7 +28,10 @@ pub(in crate::http) enum Denied {
 /// Whether the request has the token.
 pub(in crate::http) fn authorize(shared: &Shared, headers: &HeaderMap, from: IpAddr) -> Result<(), Denied> {
     let given = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-    check(shared, given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default(), from)
+    let token = given.and_then(|value| value.split_once(' '));
+    // RFC 9110: the scheme's case does not matter.
+    let token = token.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("Bearer")).map(|(_, token)| token);
+    check(shared, token.unwrap_or_default(), from)
 }
 
 /// Whether this is the token. After too many wrong ones it is not even compared.
@@ -41,6 +44,9 @@ pub(in crate::http) fn check(shared: &Shared, given: &str, from: IpAddr) -> Resu
     if shared.is_token(given) {
         return Ok(());
     }
-    shared.limiter.failed(from, now);
+    // Without a token nothing was guessed. Behind a proxy all clients have one address, and must not lock each other out.
+    if !given.is_empty() {
+        shared.limiter.failed(from, now);
+    }
     Err(Denied::WrongToken)
 }

@@ -14,6 +14,7 @@ use super::sources::{LazySources, Sources};
 use crate::operations::forecast::{self, Forecast};
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::overview::{Overview, overview};
+use crate::operations::reminders::{self, SentReminders};
 use crate::postgres::one_line;
 
 /// How often an open page changes.
@@ -38,9 +39,14 @@ pub(in crate::http) struct View {
     pub overview: Result<Overview, String>,
     /// What falls due of each kind, or why that cannot be read; none until it was counted once.
     pub forecasts: Forecasts,
+    /// The reminders of the last hour, or why they cannot be read; `None` until they were read once.
+    pub reminders: Option<Reminders>,
     /// Rendered once, however many pages show it.
     pub rendered: OnceLock<Arc<str>>,
 }
+
+/// The reminders of the last hour.
+pub(in crate::http) type Reminders = Result<Arc<Vec<SentReminders>>, String>;
 
 /// What falls due, by kind.
 pub(in crate::http) type Forecasts = BTreeMap<Kind, Result<Arc<Forecast>, String>>;
@@ -87,34 +93,40 @@ impl OverviewFeed {
 /// Refreshes the overview while it is wanted, until it is dropped.
 pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>) {
     let mut next_forecast = Instant::now();
-    let mut forecasts = Forecasts::new();
+    let (mut forecasts, mut reminders) = (Forecasts::new(), None);
     loop {
         while !feed.is_wanted() {
             feed.wanted.notified().await;
         }
-        let show = |overview, forecasts| {
-            let view = View { read_at: Instant::now(), overview, forecasts, rendered: OnceLock::new() };
+        let show = |overview, forecasts, reminders| {
+            let view = View { read_at: Instant::now(), overview, forecasts, reminders, rendered: OnceLock::new() };
             feed.views.send_replace(Some(Arc::new(view)));
         };
         match sources.get().await {
-            Err(why) => show(Err(why.to_string()), forecasts.clone()),
+            Err(why) => show(Err(why.to_string()), forecasts.clone(), reminders.clone()),
             Ok(sources) => {
                 let orders = sources.all_orders().await;
                 let read = overview(&sources.database, &orders).await.map_err(|error| one_line(&error));
                 let is_up = read.is_ok();
-                show(read.clone(), forecasts.clone());
+                show(read.clone(), forecasts.clone(), reminders.clone());
                 if is_up && next_forecast <= Instant::now() {
                     let began = Instant::now();
                     for (kind, table) in orders {
                         forecasts.insert(kind, count(sources, table).await);
                     }
-                    show(read, forecasts.clone());
+                    reminders = Some(read_reminders(sources).await);
+                    show(read, forecasts.clone(), reminders.clone());
                     next_forecast = Instant::now() + FORECAST_EVERY.max(FORECAST_SHARE * began.elapsed());
                 }
             }
         }
         tokio::time::sleep(REFRESH_EVERY).await;
     }
+}
+
+async fn read_reminders(sources: &Sources) -> Reminders {
+    let sent = reminders::sent_in_last_hour(&sources.database).await;
+    sent.map(Arc::new).map_err(|error| one_line(&error))
 }
 
 async fn count(sources: &Sources, table: Result<&OrdersTable, String>) -> Result<Arc<Forecast>, String> {

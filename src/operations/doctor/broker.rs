@@ -108,6 +108,10 @@ async fn over_amqp(
             );
             continue;
         }
+        if let Some(pause) = workers::paused(database, &kind).await {
+            checks.skip(&[CheckName::QueuesRead, CheckName::ForeignConsumers, CheckName::Canaries], &pause.sentence());
+            continue;
+        }
         let is_known = readers(settings, &kind, database, connection, checks).await;
         canaries::examine(settings, &kind, database, live, options.canary && is_known, checks).await;
     }

@@ -15,6 +15,7 @@ use crate::observe::inspect::Fault;
 use crate::observe::inspect::registration::Registration;
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::status::{self, Outbox, RegisteredWorker};
+use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::{self, Database, one_line, parked_alarms};
 
 /// How long an order may be overdue beyond `sweep.grace`. The sweep takes it within seconds.
@@ -110,6 +111,11 @@ async fn overdue(settings: &Settings, database: &Database, live: Option<&[Regist
     let Some(live) = live else { return };
     let mut late = None;
     for kind in settings.served_kinds() {
+        // What is overdue then waits for the end of the pause, whatever else is wrong.
+        if let Some(pause) = paused(database, &kind).await {
+            checks.warning(CheckName::OrdersOverdue, waits_for_resume(&pause));
+            continue;
+        }
         let found = async {
             let orders =
                 OrdersTable::open(database.clone(), settings, &kind).await.map_err(|fault| fault.to_string())?;
@@ -145,6 +151,20 @@ async fn overdue(settings: &Settings, database: &Database, live: Option<&[Regist
         (None, true) => checks.not_known(CheckName::WorkersAlive, "no worker runs, and no order is overdue"),
         (None, false) => checks.fact(CheckName::WorkersAlive, format!("{} workers run", live.len())),
     }
+}
+
+/// The oldest pause of the kind; `None` also if that cannot be read, which other checks say.
+pub(super) async fn paused(database: &Database, kind: &Kind) -> Option<Pause> {
+    let read = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await);
+    read.await.ok()?.into_iter().next()
+}
+
+fn waits_for_resume(pause: &Pause) -> Finding {
+    Finding::new(
+        pause.sentence(),
+        "no order of it is closed until closing is resumed; alarms wait in the broker, and workers read no queue",
+        "remove the cause for which closing was paused, then `order-timeout resume --reason TEXT`",
+    )
 }
 
 fn seconds(age: Duration) -> humantime::FormattedDuration {

@@ -1,0 +1,78 @@
+//! Reminders of one kind: which are configured, how many were sent in the last hour, and about how many fall due.
+//!
+//! Renders settings, what was read from the events, and the forecast.
+
+use std::time::Duration;
+
+use maud::{Markup, html};
+use order_timeout_core::kind::Kind;
+
+use super::super::site::View;
+use super::words::{age, clock, number, shown};
+use crate::operations::forecast::{Forecast, USUAL_REACH};
+use crate::operations::reminders::SentReminders;
+
+/// How far ahead reminders are counted, in minutes.
+const AHEAD: u32 = 30;
+
+/// A part of the kind's section; nothing for a kind without reminders.
+pub(super) fn part(kind: &Kind, configured: &[Duration], view: Option<&View>) -> Markup {
+    let forecast = view.and_then(|view| view.forecasts.get(kind)).and_then(|forecast| forecast.as_ref().ok());
+    let sent = view.and_then(|view| view.reminders.as_ref());
+    html! {
+        @if !configured.is_empty() {
+            h3 { "Reminders" }
+            @if let Some(Err(why)) = sent { p.bad { "Not known how many were sent: " (shown(why)) } }
+            div.scroll tabindex="0" role="region" aria-label=(format!("Reminders of the kind {kind}")) {
+                table {
+                    thead { tr {
+                        th scope="col" { "before the deadline" } th.number scope="col" { "sent in the last hour" }
+                        th scope="col" { "the last at" } th.number scope="col" { "due in the next 30 minutes, about" }
+                    } }
+                    tbody { @for before in configured {
+                        (row(*before, sent.and_then(|sent| sent.as_ref().ok()).map(|sent| of(sent, kind, *before)), forecast.map(AsRef::as_ref)))
+                    } }
+                }
+            }
+        }
+    }
+}
+
+/// What was sent of one reminder; zero and nothing if none was.
+fn of<'a>(sent: &'a [SentReminders], kind: &Kind, before: Duration) -> (u64, Option<&'a str>) {
+    let is_it = |one: &&SentReminders| one.kind == kind.as_str() && (one.before_s - before.as_secs_f64()).abs() < 0.001;
+    sent.iter().find(is_it).map_or((0, None), |one| (one.sent, Some(one.last.as_str())))
+}
+
+fn row(before: Duration, sent: Option<(u64, Option<&str>)>, forecast: Option<&Forecast>) -> Markup {
+    html! {
+        tr {
+            th scope="row" { (age(before.as_secs_f64())) }
+            td.number { (sent.map_or_else(|| "–".to_owned(), |(sent, _)| number(sent))) }
+            td { (sent.and_then(|(_, last)| last).map_or("–", clock)) }
+            td.number { (forecast.and_then(|forecast| due(before, forecast)).map_or_else(|| "–".to_owned(), number)) }
+        }
+    }
+}
+
+/// Orders whose deadline is `before` after one of the next minutes; `None` beyond the forecast.
+fn due(before: Duration, forecast: &Forecast) -> Option<u64> {
+    let from = u32::try_from(before.as_secs() / 60).ok()?;
+    forecast.between(from, from.checked_add(AHEAD)?, USUAL_REACH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reminders_are_told_apart() {
+        let one = |kind: &str, before_s, sent| SentReminders { kind: kind.into(), before_s, sent, last: "T".into() };
+        let sent = [one("order", 300.0, 7), one("order", 60.0, 5), one("seat", 300.0, 9)];
+        assert_eq!(of(&sent, &Kind::ORDER, Duration::from_secs(300)), (7, Some("T")));
+        assert_eq!(of(&sent, &Kind::ORDER, Duration::from_secs(30)), (0, None));
+        assert!(part(&Kind::ORDER, &[], None).into_string().is_empty());
+        let unread = part(&Kind::ORDER, &[Duration::from_secs(300)], None).into_string();
+        assert!(unread.contains("5m") && unread.contains("–"), "{unread}");
+    }
+}
