@@ -66,3 +66,4 @@ mod topology;
 mod traces;
 mod unreadable_messages;
 mod unresolved;
+mod webhook;
