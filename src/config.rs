@@ -19,6 +19,7 @@ use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
 use order_timeout_providers::ProvidersSettings;
+use order_timeout_providers::settings::URL_EXAMPLE;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
@@ -232,6 +233,11 @@ pub struct AnnounceSettings {
     #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
     pub notify: String,
+    pub webhook: String,
+    pub webhook_key_file: String,
+    pub webhook_ca_file: String,
+    #[serde(deserialize_with = "duration::read")]
+    pub webhook_timeout: Duration,
 }
 
 /// The section `parked`, documented in `config/default.toml`.
@@ -339,6 +345,8 @@ pub struct SettingsError {
 
 /// The example address in our own sentences.
 const POSTGRES_FORM: &str = "postgres://user:password@host:5432/database";
+/// What our own sentences say of other addresses.
+const URL_FORMS: [&str; 4] = [URL_EXAMPLE, "begins with http://", "begin with https://", "write https://"];
 
 impl SettingsError {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
@@ -353,7 +361,7 @@ impl SettingsError {
     /// The only constructor for an error that may repeat a value. An address is never repeated, whatever setting it was
     /// given to, because it may contain a password.
     fn new(key: Option<String>, origin: Option<String>, why: String) -> Self {
-        let ours = [AMQP_FORM, POSTGRES_FORM].into_iter().chain(AMQP_SCHEMES);
+        let ours = [AMQP_FORM, POSTGRES_FORM].into_iter().chain(AMQP_SCHEMES).chain(URL_FORMS);
         let theirs = ours.fold(why.clone(), |text, form| text.replace(form, ""));
         let why = if has_an_address(&theirs) {
             "an address was given in the wrong place; it is not repeated here, because it may contain a password"

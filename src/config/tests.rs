@@ -226,6 +226,7 @@ fn every_duration_and_number_is_bounded() {
         ("worker.requeue_after=61m", "1h"),
         ("worker.shutdown_grace=18446744073709551615s", "1h"),
         ("announce.keep=3651d", "9years"),
+        ("announce.webhook_timeout=61s", "1m"),
         ("retry.missing_for=8d", "7days"),
         ("retry.max_attempts=1001", "1000"),
         ("delay.lanes=1500us", "whole number of milliseconds"),
@@ -238,6 +239,25 @@ fn every_duration_and_number_is_bounded() {
     }
     let lanes = (1..=65).map(|minutes| format!("{minutes}m")).collect::<Vec<_>>().join(",");
     assert!(load(&[], &[&format!("delay.lanes={lanes}")]).unwrap_err().contains("more than 64"));
+}
+
+#[test]
+fn events_are_announced_in_one_way() {
+    const DATABASE: &str = "delay.strategy=database";
+    const WEBHOOK: &str = "announce.webhook=https://shop.example.com/order-events";
+    const KEY: &str = "announce.webhook_key_file=/run/secrets/webhook";
+    assert!(load(&[], &[DATABASE, WEBHOOK, KEY]).is_ok());
+    for (settings, words) in [
+        (&[WEBHOOK, KEY][..], "events go to its exchange"),
+        (&[DATABASE, WEBHOOK, KEY, "announce.notify=shop"], "leave one of them out"),
+        (&[DATABASE, WEBHOOK], "openssl rand"),
+        (&[DATABASE, KEY], "announce.webhook is empty"),
+        (&[DATABASE, KEY, "announce.webhook=http://shop.example.com/"], "is not this machine"),
+        (&[DATABASE, KEY, "announce.webhook=https://a:hunter2@shop.example.com/"], "has an account"),
+    ] {
+        let fault = load(&[], settings).unwrap_err();
+        assert!(fault.contains(words) && fault.contains("announce.") && !fault.contains("hunter2"), "{fault}");
+    }
 }
 
 #[test]

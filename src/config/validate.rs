@@ -8,11 +8,16 @@ use std::time::Duration;
 use order_timeout_amqp::topology::{MAX_SHARDS, Names};
 use order_timeout_core::InvalidSetting;
 use order_timeout_core::address::PostgresAddress;
+use order_timeout_providers::webhook::validate_url;
 use secrecy::ExposeSecret;
 
-use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError, TracesSettings};
+use super::{
+    AnnounceSettings, DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError, TracesSettings,
+};
 
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
+/// A round of the relay takes up to four of them, and the next one waits.
+const LONGEST_WEBHOOK: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(86_400);
 
 /// The fix for an address that is not UTF-8.
@@ -119,6 +124,7 @@ impl Settings {
             ("sweep.look_ahead", self.sweep.look_ahead, Duration::ZERO, worker.hold_max),
             ("announce.poll", self.announce.poll, Duration::from_millis(1), Duration::from_secs(60)),
             ("announce.keep", self.announce.keep, Duration::ZERO, 3_650 * DAY),
+            ("announce.webhook_timeout", self.announce.webhook_timeout, Duration::from_millis(100), LONGEST_WEBHOOK),
             ("parked.keep", self.parked.keep, Duration::ZERO, 3_650 * DAY),
         ] {
             InvalidSetting::within(key, value, least, most)?;
@@ -143,7 +149,7 @@ impl Settings {
 
     /// The settings that matter only without a broker.
     fn validate_without_broker(&self) -> Result<(), SettingsError> {
-        let (sweep, channel) = (&self.sweep, &self.announce.notify);
+        let (sweep, announce) = (&self.sweep, &self.announce);
         // An order that falls due between two readings is found by the later one.
         if !sweep.look_ahead.is_zero() && sweep.look_ahead < 2 * sweep.every {
             let least = humantime::format_duration(2 * sweep.every);
@@ -153,12 +159,11 @@ impl Settings {
             return Err(SettingsError::of("sweep.look_ahead", why));
         }
         if self.delay.strategy.needs_broker() {
-            if channel.is_empty() {
-                return Ok(());
-            }
+            let given = [("announce.notify", &announce.notify), ("announce.webhook", &announce.webhook)];
+            let Some((key, _)) = given.into_iter().find(|(_, value)| !value.is_empty()) else { return Ok(()) };
             let why =
                 "is only for delay.strategy = \"database\"; with a broker, events go to its exchange. Leave it out";
-            return Err(SettingsError::of("announce.notify", why));
+            return Err(SettingsError::of(key, why));
         }
         if sweep.look_ahead.is_zero() {
             let why =
@@ -166,10 +171,11 @@ impl Settings {
             return Err(SettingsError::of("sweep.look_ahead", why));
         }
         // PostgreSQL: a channel is an identifier, of fewer than 64 bytes.
+        let channel = &announce.notify;
         if channel.len() > 63 {
             return Err(SettingsError::of("announce.notify", format!("{channel:?} is longer than 63 bytes")));
         }
-        Ok(())
+        announce.validate_webhook()
     }
 
     fn validate_shards(&self) -> Result<(), SettingsError> {
@@ -195,6 +201,29 @@ impl Settings {
             return Err(SettingsError::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
         }
         Ok(self.delay.validate_longest_retry(retry.longest_wait())?)
+    }
+}
+
+impl AnnounceSettings {
+    /// A webhook needs a key and no channel beside it; nothing else needs the key.
+    fn validate_webhook(&self) -> Result<(), SettingsError> {
+        if self.webhook.is_empty() {
+            let files = [("webhook_key_file", &self.webhook_key_file), ("webhook_ca_file", &self.webhook_ca_file)];
+            let Some((key, _)) = files.into_iter().find(|(_, file)| !file.is_empty()) else { return Ok(()) };
+            let why =
+                "names a file, but announce.webhook is empty; set that to the address of the receiver, or leave it out";
+            return Err(SettingsError::of(&format!("announce.{key}"), why));
+        }
+        if !self.notify.is_empty() {
+            let why = "is given, and so is announce.notify; events are announced in one way, so leave one of them out";
+            return Err(SettingsError::of("announce.webhook", why));
+        }
+        if self.webhook_key_file.is_empty() {
+            let why = "is empty, so the receiver could not tell events from requests of others; name a file with a key (`echo whsec_$(openssl rand -base64 32)`)";
+            return Err(SettingsError::of("announce.webhook_key_file", why));
+        }
+        validate_url(&self.webhook)?;
+        Ok(())
     }
 }
 

@@ -13,6 +13,7 @@ use crate::effects::sweep::Sweeper;
 use crate::mapping::{MappingError, Rendered, render};
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::contract::StatementSource;
+use crate::postgres::grants;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
@@ -188,6 +189,22 @@ pub fn unfit(settings: &Settings, kind: &Kind, MappingError { key, why }: &Mappi
     DatabaseError(format!("setting {}{}: {why}", kinds::key_of(kind, key), from(settings, kind)))
 }
 
+/// The sentence about the rights on a mapping's tables that the worker's role lacks, with all `GRANT` statements; `None`
+/// if there are none.
+///
+/// # Errors
+/// [`DatabaseError`] if the database does not answer.
+pub async fn lacking_rights(
+    database: &Database,
+    settings: &Settings,
+    kind: &Kind,
+) -> Result<Option<String>, DatabaseError> {
+    let Some(table) = settings.table_of(kind) else { return Ok(None) };
+    let missing = database.run(async |connection| grants::missing(connection, table).await).await;
+    let missing = missing.map_err(|error| DatabaseError(one_line(&error)))?;
+    Ok((!missing.is_empty()).then(|| grants::sentence(&missing)))
+}
+
 /// The texts of the statements in effect.
 #[derive(Debug, Serialize)]
 pub struct StatementTexts {
@@ -202,8 +219,11 @@ pub struct StatementTexts {
 /// The statements in effect for this kind, prepared on the database.
 ///
 /// # Errors
-/// [`DatabaseError`] names what cannot be prepared.
+/// [`DatabaseError`] names what cannot be prepared, or all rights that the role lacks.
 pub async fn texts(database: &Database, settings: &Settings, kind: &Kind) -> Result<StatementTexts, DatabaseError> {
+    if let Some(sentence) = lacking_rights(database, settings, kind).await? {
+        return Err(DatabaseError(sentence));
+    }
     let found = statements(database, settings, kind).await?;
     let closer = Closer::prepare(WarmConnections::new(database.clone()), found.close).await?;
     let sweeper = Sweeper::prepare(database.clone(), found.overdue).await?;

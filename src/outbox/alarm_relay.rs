@@ -20,6 +20,7 @@ use tracing::warn;
 
 use crate::config::Settings;
 use crate::observe::traces::{Outboxed, Traces};
+use crate::outbox::destination::Destination;
 use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::postgres::Database;
 
@@ -62,7 +63,7 @@ impl AlarmRelay {
         keep: Duration,
     ) -> Self {
         Self {
-            outbox: Outbox::new(database, confirmed, SQL, batch_size, keep),
+            outbox: Outbox::new(database, Destination::Broker(confirmed), SQL, batch_size, keep),
             names: settings.names(),
             lanes: settings.lanes(),
         }

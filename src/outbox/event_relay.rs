@@ -1,4 +1,4 @@
-//! Step 6, ANNOUNCE: events from the outbox to `order.events`, confirmed, then marked as sent.
+//! Step 6, ANNOUNCE: events from the outbox to `order.events` or to the shop's webhook, confirmed, then marked as sent.
 //!
 //! At least once, under one message id per event. `relay.rs` empties an outbox.
 
@@ -10,11 +10,13 @@ use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::CONTENT_TYPE;
+use order_timeout_providers::webhook::{self, Webhook};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use uuid::Uuid;
 
 use crate::observe::traces::{Outboxed, Traces};
+use crate::outbox::destination::{Destination, HEADER_KIND};
 use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
 use crate::postgres::Database;
@@ -54,7 +56,16 @@ const SQL: OutboxSql = outbox_sql!(
 pub struct EventRelay {
     outbox: Outbox,
     trace_contexts: TraceContexts,
-    exchange: String,
+    receiver: Receiver,
+}
+
+/// What the events are sent to.
+#[derive(Debug, Clone)]
+pub enum Receiver {
+    /// The exchange of this name.
+    Exchange(String),
+    /// The webhook on this host.
+    Webhook(String),
 }
 
 impl EventRelay {
@@ -68,8 +79,18 @@ impl EventRelay {
         keep: Duration,
     ) -> Self {
         let trace_contexts = TraceContexts::new(database.clone());
-        let outbox = Outbox::new(database, confirmed, SQL, batch_size, keep);
-        Self { outbox, trace_contexts, exchange: names.events() }
+        let outbox = Outbox::new(database, Destination::Broker(confirmed), SQL, batch_size, keep);
+        Self { outbox, trace_contexts, receiver: Receiver::Exchange(names.events()) }
+    }
+
+    /// Sends events to a webhook, [`webhook::BATCH_SIZE`] of them at once, or `batch_size` if that is less.
+    #[must_use]
+    pub fn by_webhook(database: Database, webhook: Webhook, batch_size: usize, keep: Duration) -> Self {
+        let trace_contexts = TraceContexts::new(database.clone());
+        let receiver = Receiver::Webhook(webhook.host().to_owned());
+        let size = batch_size.min(webhook::BATCH_SIZE);
+        let outbox = Outbox::new(database, Destination::Webhook(Box::new(webhook)), SQL, size, keep);
+        Self { outbox, trace_contexts, receiver }
     }
 
     /// Records what it sends in the traces of the scheduling code.
@@ -86,8 +107,8 @@ impl EventRelay {
     pub async fn round(&mut self) -> Result<Relayed, RelayError> {
         let unsent = self.outbox.unsent().await?;
         let contexts = self.trace_contexts.of(&unsent).await?;
-        let exchange = &self.exchange;
-        self.outbox.send(unsent, |row| message(exchange, &contexts, row).map(Some)).await
+        let receiver = &self.receiver;
+        self.outbox.send(unsent, |row| message(receiver, &contexts, row).map(Some)).await
     }
 
     /// The backlog of the outbox.
@@ -106,10 +127,10 @@ impl EventRelay {
         self.outbox.count_refused().await
     }
 
-    /// The exchange that the events are published to.
+    /// What the events are sent to.
     #[must_use]
-    pub fn exchange(&self) -> &str {
-        &self.exchange
+    pub fn receiver(&self) -> &Receiver {
+        &self.receiver
     }
 
     /// Deletes some of the events that were sent long enough ago; returns whether there are more.
@@ -121,13 +142,21 @@ impl EventRelay {
     }
 }
 
-fn message(exchange: &str, contexts: &HashMap<OrderOfKind, String>, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
+fn message(receiver: &Receiver, contexts: &HashMap<OrderOfKind, String>, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
     let id: Uuid = row.try_get("id")?;
     let Timestamptz(created_at) = row.try_get("created_at")?;
     let payload: String = row.try_get("payload")?;
     let (own, order_id): (Option<String>, Option<String>) = (row.try_get("traceparent")?, row.try_get("order_id")?);
     let kind: String = row.try_get("kind")?;
-    let traceparent = own.or_else(|| contexts.get(&(order_id?, kind)).cloned());
+    let traceparent = own.or_else(|| contexts.get(&(order_id?, kind.clone())).cloned());
+    let mut headers: Vec<_> = traceparent.map(envelope::traceparent).into_iter().collect();
+    let exchange = match receiver {
+        Receiver::Exchange(exchange) => exchange,
+        Receiver::Webhook(host) => {
+            headers.push(envelope::text_header(HEADER_KIND, kind));
+            host
+        }
+    };
     Ok(Outgoing {
         exchange: exchange.to_owned(),
         routing_key: row.try_get("routing_key")?,
@@ -137,7 +166,7 @@ fn message(exchange: &str, contexts: &HashMap<OrderOfKind, String>, row: &PgRow)
         content_type: CONTENT_TYPE,
         timestamp_s: u64::try_from(created_at.unix_micros() / 1_000_000).unwrap_or(0),
         ttl: None,
-        headers: traceparent.map(envelope::traceparent).into_iter().collect(),
+        headers,
         // An event needs no listener.
         mandatory: false,
         sender_declares_queue: false,

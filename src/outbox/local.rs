@@ -78,8 +78,8 @@ impl LocalOutboxes {
     /// Marks alarms whose deadline has passed, and deletes rows that were sent long ago; returns whether there are more.
     ///
     /// # Errors
-    /// [`RelayError::Database`].
-    pub async fn clean_up(&self) -> Result<bool, RelayError> {
+    /// sqlx's.
+    pub async fn clean_up(&self) -> Result<bool, sqlx::Error> {
         let settle = sqlx::query(SETTLE_ALARMS).bind(ROWS_AT_ONCE);
         let mut most = self.database.run(async |connection| settle.execute(connection).await).await?.rows_affected();
         for forget in FORGET {

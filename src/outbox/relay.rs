@@ -1,4 +1,4 @@
-//! From an outbox table to the broker: unsent rows are published, confirmed, and only then marked as sent.
+//! From an outbox table to the broker, or to a webhook: unsent rows are sent, confirmed, and only then marked as sent.
 //!
 //! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
 //! advisory lock. No transaction is open while the broker confirms. What a row means is defined by its outbox.
@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing, PublishError};
+use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_core::with_causes;
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgRow;
@@ -17,6 +17,7 @@ use sqlx::{PgConnection, Postgres, Row};
 use tracing::{debug, warn};
 use uuid::Uuid;
 
+use super::destination::{Destination, SendError};
 use super::pace::Pace;
 use super::traced::TracedBatch;
 use crate::observe::traces::{Outboxed, Traces};
@@ -35,6 +36,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_TRUSTED_FOR: Duration = Duration::from_secs(1);
 /// How long a row that was sent and is locked by another session is skipped.
 const LEAVES_LOCKED_ROWS_FOR: Duration = Duration::from_secs(30);
+/// A receiver that asks for a longer pause gets this one: the longest that a refused event has anyway.
+const LONGEST_ASKED_PAUSE: Duration = Duration::from_secs(300);
 /// Rows deleted by one statement.
 const FORGOTTEN_AT_ONCE: u64 = 10_000;
 
@@ -132,9 +135,9 @@ pub enum RelayError {
     /// The database refused a statement, or is unavailable.
     #[error("an outbox cannot be read or written: {}", one_line(.0))]
     Database(sqlx::Error),
-    /// The broker did not confirm a message.
+    /// The broker did not confirm a message, or the webhook did not accept an event.
     #[error(transparent)]
-    Broker(#[from] PublishError),
+    Send(#[from] SendError),
 }
 
 // Not `#[from]`, which would make it the source as well: the sentence contains the database's words on one line.
@@ -162,7 +165,7 @@ impl RelayError {
     pub fn cause(&self) -> String {
         match self {
             Self::Database(error) => one_line(error),
-            Self::Broker(fault) => fault.to_string(),
+            Self::Send(fault) => fault.to_string(),
         }
     }
 
@@ -195,7 +198,7 @@ pub struct Relayed {
     pub refused: usize,
     /// Why the first of those was not confirmed, or why the broker accepts no message at all. In a round with nothing to send
     /// while refused rows wait for their pause: why those were refused.
-    pub fault: Option<PublishError>,
+    pub fault: Option<SendError>,
     /// The batch was full, so there may be more.
     pub more: bool,
 }
@@ -226,7 +229,7 @@ impl Relayed {
 #[derive(Debug)]
 pub struct Outbox {
     database: Database,
-    confirmed: ConfirmedPublisher,
+    destination: Destination,
     sql: OutboxSql,
     batch_size: usize,
     keep: Duration,
@@ -234,7 +237,7 @@ pub struct Outbox {
     set_aside: Vec<(Uuid, Instant)>,
     pace: Pace,
     /// Why messages were refused, until the last of them may be retried.
-    backing_off: Option<(PublishError, Instant)>,
+    backing_off: Option<(SendError, Instant)>,
     traces: Option<(Outboxed, Traces)>,
 }
 
@@ -248,9 +251,9 @@ struct Sending {
 impl Outbox {
     /// `batch_size`: rows sent before their confirms are awaited. `keep`: how long rows stay once they are sent.
     #[must_use]
-    pub fn new(
+    pub(super) fn new(
         database: Database,
-        confirmed: ConfirmedPublisher,
+        destination: Destination,
         sql: OutboxSql,
         batch_size: usize,
         keep: Duration,
@@ -258,7 +261,7 @@ impl Outbox {
         let pace = Pace::new(Instant::now());
         Self {
             database,
-            confirmed,
+            destination,
             sql,
             batch_size,
             keep,
@@ -329,9 +332,9 @@ impl Outbox {
                 None => settled.push(id),
             }
         }
-        let answers = self.confirmed.publish_all(messages).await;
+        let answers = self.destination.send_all(messages).await;
         if let Some((from, traces)) = &self.traces {
-            traced.export(*from, traces, &answers);
+            traced.export(*from, self.destination.system(), traces, &answers);
         }
         let dropped = settled.len();
         settled.extend(sending.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(one, _)| one.id));
@@ -351,7 +354,7 @@ impl Outbox {
     async fn mark_refused(
         &mut self,
         sending: &[Sending],
-        answers: &[Result<(), PublishError>],
+        answers: &[Result<(), SendError>],
     ) -> Result<(), sqlx::Error> {
         let now = Instant::now();
         self.backing_off.take_if(|(_, until)| *until <= now);
@@ -362,7 +365,8 @@ impl Outbox {
                 continue;
             }
             // Up to a quarter more, so that messages that were refused together are retried apart.
-            let pause_s = self.pause_s(one.refusals) * (1.0 + fastrand::f64() / 4.0);
+            let asked_s = fault.retry_after().unwrap_or_default().min(LONGEST_ASKED_PAUSE).as_secs_f64();
+            let pause_s = self.pause_s(one.refusals).max(asked_s) * (1.0 + fastrand::f64() / 4.0);
             let until = now + Duration::from_secs_f64(pause_s);
             if self.backing_off.as_ref().is_none_or(|(_, latest)| *latest < until) {
                 self.backing_off = Some((fault.clone(), until));
@@ -379,7 +383,7 @@ impl Outbox {
         let update = sqlx::query(self.sql.mark_refused).bind(&ids).bind(&pauses_s);
         let marked = self.database.run(async |connection| update.execute(connection).await).await;
         if marked.is_err() {
-            // Their rows could not be updated; without this, the broker would be asked ten times a second.
+            // Their rows could not be updated; without this, they would be sent ten times a second.
             let until = now + LEAVES_LOCKED_ROWS_FOR;
             self.set_aside.extend(ids.into_iter().map(|id| (id, until)));
         }
@@ -469,7 +473,7 @@ impl Outbox {
 }
 
 /// The first error that is not about its message alone, or else the first.
-fn worst(answers: Vec<Result<(), PublishError>>) -> Option<PublishError> {
+fn worst(answers: Vec<Result<(), SendError>>) -> Option<SendError> {
     let mut faults = answers.into_iter().filter_map(Result::err);
     let first = faults.next()?;
     if !first.is_message_specific() {
@@ -564,13 +568,15 @@ async fn ask_for_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error
 
 #[cfg(test)]
 mod tests {
+    use order_timeout_amqp::publisher::PublishError;
+
     use super::*;
 
     #[test]
     fn refused_round_without_sends_is_failure() {
         let round = |sent, dropped, fault| Relayed { sent, dropped, refused: 1, fault, more: false }.settled().is_err();
-        assert!(round(0, 7, Some(PublishError::Blocked)));
-        assert!(!round(1, 7, Some(PublishError::Blocked)), "those behind it go on");
+        assert!(round(0, 7, Some(PublishError::Blocked.into())));
+        assert!(!round(1, 7, Some(PublishError::Blocked.into())), "those behind it go on");
         assert!(!round(0, 7, None));
     }
 }

@@ -4,12 +4,13 @@
 
 use std::time::Instant;
 
-use order_timeout_amqp::publisher::{Outgoing, PublishError};
+use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
+use super::destination::SendError;
 use crate::observe::traces::{Outboxed, Published, Traces};
 
 /// Empty unless traces are exported and a message carries a trace context.
@@ -56,14 +57,14 @@ impl TracedBatch {
         Ok(())
     }
 
-    /// Exports those that were confirmed. `answers` has one entry for each message that was sent.
-    pub fn export(self, from: Outboxed, traces: &Traces, answers: &[Result<(), PublishError>]) {
+    /// Exports those that were confirmed. `system`: as traces name the receiver. `answers` has one entry for each message that was sent.
+    pub fn export(self, from: Outboxed, system: &'static str, traces: &Traces, answers: &[Result<(), SendError>]) {
         let Some((began, read_at)) = self.read else { return };
         let ended = began + read_at.elapsed();
         for message in self.messages.iter().filter(|message| matches!(answers.get(message.index), Some(Ok(())))) {
             let TracedMessage { traceparent, kind, order_id, message_type, message_id, exchange, .. } = message;
             traces.published(
-                &Published { from, traceparent, kind, order_id, message_type, message_id, exchange },
+                &Published { from, system, traceparent, kind, order_id, message_type, message_id, exchange },
                 began,
                 ended,
             );

@@ -45,6 +45,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
         }
     }
     require_volatile(connection, table).await?;
+    require_values(connection, table, &orders).await?;
     let deadline_type = type_of(connection, "deadline", &table.deadline, &orders).await?;
     if let Some(zone) = &table.time_zone {
         require_zone(connection, zone).await?;
@@ -86,6 +87,29 @@ async fn require_volatile(connection: &mut PgConnection, table: &TableSettings) 
                 "calls {function}, which is STABLE and reads what was committed before the order's row was locked, so that a payment in the same instant would be missed; ALTER FUNCTION {function} VOLATILE"
             );
             return Err(MappingError::new(key, why).into());
+        }
+    }
+    Ok(())
+}
+
+/// A value of `close` that its column's type does not have, such as an expression.
+async fn require_values(
+    connection: &mut PgConnection,
+    table: &TableSettings,
+    orders: &Relation,
+) -> Result<(), CatalogError> {
+    for (column, value) in table.close.iter().filter(|(_, value)| *value != "now") {
+        let Some(kind) = orders.columns.get(column) else { continue };
+        let select = format!("SELECT {}::{}", quote::literal(value), kind.sql);
+        match connection.prepare(AssertSqlSafe(select).into_sql_str()).await {
+            Err(error) if error.as_database_error().is_some() => {
+                let why = format!(
+                    "is {value:?}, which the column cannot be: {}; write one value, or \"now\". An expression is not possible: a trigger of the table can raise a counter such as lock_version",
+                    one_line(&error)
+                );
+                return Err(MappingError::new(format!("close.{column}"), why).into());
+            }
+            prepared => drop(prepared?),
         }
     }
     Ok(())

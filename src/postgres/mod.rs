@@ -1,7 +1,7 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
 //! clock, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
-//! `catalog.rs` and `survey.rs` describe a table of the shop's, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
+//! `catalog.rs` and `survey.rs` describe a table of the shop's, `grants.rs` the rights that a mapping lacks, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
 //! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours,
 //! `operator.rs` names who asked for a change.
 //!
@@ -15,6 +15,7 @@ pub mod closing_pauses;
 mod connect;
 pub mod contract;
 mod error;
+pub mod grants;
 mod migrations;
 mod operator;
 pub mod parked_alarms;

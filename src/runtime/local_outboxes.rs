@@ -79,7 +79,7 @@ impl LocalOutboxesLoop {
         if Instant::now() < self.clean_up_at {
             return Ok(false);
         }
-        let cleaned = self.outboxes.clean_up().await;
+        let cleaned = self.outboxes.clean_up().await.map_err(RelayError::from);
         if !matches!(cleaned, Ok(true)) {
             self.clean_up_at = Instant::now() + CLEAN_UP_EVERY;
         }

@@ -25,6 +25,7 @@ mod tasks;
 mod warnings;
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +35,7 @@ use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::DECLARE_TIMEOUT;
 use order_timeout_core::InvalidSetting;
 use order_timeout_core::kind::Kind;
+use order_timeout_providers::webhook::{self, Webhook};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -50,6 +52,7 @@ use crate::observe::recorder::Recorder;
 use crate::observe::traces::{Traces, TracesError};
 use crate::operations::orders_statements;
 use crate::outbox::alarm_relay::AlarmRelay;
+use crate::outbox::alarms::Alarms;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
 use crate::postgres::{self, Database, DatabaseError, shop_settings};
@@ -80,7 +83,7 @@ pub enum StartError {
     /// A kind cannot have the handler that it is given.
     #[error("{0}")]
     Handler(String),
-    /// A payment provider cannot be used.
+    /// A payment provider, or the webhook, cannot be used.
     #[error("setting {0}")]
     Provider(#[from] InvalidSetting),
     /// The pages cannot be served.
@@ -101,6 +104,8 @@ pub struct Worker {
     /// Those whose start is tried again.
     unusable: Vec<UnusableKind>,
     recorder: Recorder,
+    /// Where events go without a broker.
+    webhook: Option<Webhook>,
     http: Option<HttpServer>,
 }
 
@@ -128,6 +133,7 @@ impl Worker {
     pub async fn start_with(mut settings: Settings, handlers: Handlers) -> Result<Self, StartError> {
         handle_kinds(&mut settings, &handlers)?;
         warn_about_settings(&settings);
+        let webhook = open_webhook(&settings)?;
         let recorder = Recorder::new(longest_turn(&settings), Traces::start(&settings.traces)?);
         // First, so that it answers what the worker waits for while it starts.
         let http = open_http(&settings, &recorder).await?;
@@ -149,7 +155,7 @@ impl Worker {
                 info!(%address, "the page is at http://{address}/");
             }
         }
-        Ok(Self { settings, database, kinds, handlers, unusable, recorder, http })
+        Ok(Self { settings, database, kinds, handlers, unusable, recorder, webhook, http })
     }
 
     /// The address of the HTTP server; `None` if `http.listen` is empty.
@@ -164,7 +170,7 @@ impl Worker {
     /// # Panics
     /// At once when a task that closes orders has panicked; the other kinds then finish their work in flight.
     pub async fn run(self, stop: CancellationToken) -> bool {
-        let Self { settings, database, kinds, handlers, unusable, recorder, http } = self;
+        let Self { settings, database, kinds, handlers, unusable, recorder, webhook, http } = self;
         // Its own, so that a panic can stop the tasks.
         let stop = stop.child_token();
         // Until the end, because stopping is observed as well.
@@ -182,7 +188,7 @@ impl Worker {
             handlers,
             database,
         });
-        let relaying = start_outboxes(&shared, &recorder);
+        let relaying = start_outboxes(&shared, webhook, &recorder);
         let running: Vec<RunningKind> = kinds.into_iter().map(|kind| kind.start(&shared)).collect();
         recorder.health.mark_running();
         let inspecting = start_inspections(&shared, &recorder);
@@ -303,22 +309,44 @@ fn start_inspections(shared: &Shared, recorder: &Recorder) -> JoinHandle<()> {
     tokio::spawn(inspections.go_on(shared.stop.clone(), shared.outboxes_end.clone()))
 }
 
-fn start_outboxes(shared: &Shared, recorder: &Recorder) -> JoinHandle<()> {
-    let ends = shared.outboxes_end.clone();
-    match &shared.publishing {
-        Some(publishing) => tokio::spawn(outboxes(shared, publishing, recorder.clone()).keep_empty(ends)),
-        None => tokio::spawn(local_outboxes(shared, recorder.clone()).keep_empty(ends)),
+/// `None` if `announce.webhook` is empty.
+fn open_webhook(settings: &Settings) -> Result<Option<Webhook>, InvalidSetting> {
+    let announce = &settings.announce;
+    if announce.webhook.is_empty() {
+        return Ok(None);
+    }
+    let ca_file = Some(Path::new(&announce.webhook_ca_file)).filter(|path| !path.as_os_str().is_empty());
+    Webhook::new(&announce.webhook, Path::new(&announce.webhook_key_file), ca_file, announce.webhook_timeout).map(Some)
+}
+
+fn start_outboxes(shared: &Shared, webhook: Option<Webhook>, recorder: &Recorder) -> JoinHandle<()> {
+    let (ends, recorder) = (shared.outboxes_end.clone(), recorder.clone());
+    match (&shared.publishing, webhook) {
+        (Some(publishing), _) => {
+            let (alarms, events) = relays(shared, publishing, &recorder);
+            tokio::spawn(outboxes(shared, alarms, events, recorder).keep_empty(ends))
+        }
+        (None, Some(webhook)) => {
+            let announce = &shared.settings.announce;
+            let events = EventRelay::by_webhook(shared.database.clone(), webhook, announce.batch_size, announce.keep)
+                .traced(recorder.traces.clone());
+            let alarms = Alarms::Kept(local_outboxes(shared));
+            tokio::spawn(outboxes(shared, alarms, events, recorder).keep_empty(ends))
+        }
+        (None, None) => {
+            let poll = shared.settings.announce.poll;
+            tokio::spawn(LocalOutboxesLoop::new(local_outboxes(shared), poll, recorder).keep_empty(ends))
+        }
     }
 }
 
-fn local_outboxes(shared: &Shared, recorder: Recorder) -> LocalOutboxesLoop {
+fn local_outboxes(shared: &Shared) -> LocalOutboxes {
     let (settings, database) = (&shared.settings, shared.database.clone());
     let channel = Some(settings.announce.notify.clone()).filter(|channel| !channel.is_empty());
-    let outboxes = LocalOutboxes::new(database, channel, settings.announce.keep, settings.parked.keep);
-    LocalOutboxesLoop::new(outboxes, settings.announce.poll, recorder)
+    LocalOutboxes::new(database, channel, settings.announce.keep, settings.parked.keep)
 }
 
-fn outboxes(shared: &Shared, publishing: &Publishing, recorder: Recorder) -> Outboxes {
+fn relays(shared: &Shared, publishing: &Publishing, recorder: &Recorder) -> (Alarms, EventRelay) {
     let (settings, database) = (&shared.settings, &shared.database);
     let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
     let names = settings.names();
@@ -326,9 +354,14 @@ fn outboxes(shared: &Shared, publishing: &Publishing, recorder: Recorder) -> Out
         .traced(recorder.traces.clone());
     let events = EventRelay::new(database.clone(), publishing.confirmed.clone(), &names, size, keep)
         .traced(recorder.traces.clone());
+    (Alarms::Relayed(Box::new(alarms)), events)
+}
+
+fn outboxes(shared: &Shared, alarms: Alarms, events: EventRelay, recorder: Recorder) -> Outboxes {
+    let settings = &shared.settings;
     let (poll, keep_parked) = (settings.announce.poll, settings.parked.keep);
     let busy = shared.busy_kinds.clone();
-    Outboxes::new(database.clone(), alarms, events, poll, keep_parked, busy, recorder)
+    Outboxes::new(shared.database.clone(), alarms, events, poll, keep_parked, busy, recorder)
 }
 
 /// The time at which a stopping worker no longer waits for anything.
@@ -368,7 +401,8 @@ async fn open_http(settings: &Settings, recorder: &Recorder) -> Result<Option<Ht
 fn longest_turn(settings: &Settings) -> Duration {
     let broker = settings.amqp.connect_timeout + settings.amqp.confirm_timeout;
     let database = settings.database.acquire_timeout + settings.database.statement_timeout;
-    let of_outboxes = settings.announce.poll + 2 * broker + CALLS_PER_TURN * database;
+    let webhook = settings.announce.webhook_timeout * (webhook::BATCH_SIZE / webhook::CONCURRENCY) as u32;
+    let of_outboxes = settings.announce.poll + 2 * broker + webhook + CALLS_PER_TURN * database;
     // Closes a session, waits, opens another, closes that as well, and waits again.
     let of_supervisor = 2 * (LONGEST_CLOSE + LONGEST_PAUSE + broker) + 2 * DECLARE_TIMEOUT;
     LOOP_MARGIN + of_outboxes.max(of_supervisor)

@@ -1,7 +1,7 @@
 //! Empties the outboxes: first alarms on their way to the broker, then events for the rest of the shop.
 //!
-//! Decides when; `relay.rs` does it. Polls, defers events while closers are busy, and backs off if the broker accepts
-//! nothing.
+//! Decides when; `relay.rs` does it. Polls, defers events while closers are busy, and backs off if the broker, or the
+//! webhook, accepts nothing.
 
 use std::time::Duration;
 
@@ -18,8 +18,9 @@ use crate::observe::inspect::relay_watch::RelayWatch;
 use crate::observe::logging::LogThrottle;
 use crate::observe::metrics::{ALARMS, EVENTS};
 use crate::observe::recorder::Recorder;
-use crate::outbox::alarm_relay::AlarmRelay;
-use crate::outbox::event_relay::EventRelay;
+use crate::outbox::alarms::Alarms;
+use crate::outbox::destination::SendError;
+use crate::outbox::event_relay::{EventRelay, Receiver};
 use crate::outbox::relay::{Backlog, LeaderLock, RelayError, Relayed};
 use crate::postgres::parked_alarms;
 use crate::postgres::{Database, one_line};
@@ -48,7 +49,7 @@ pub(super) struct Outboxes {
     refused_events: RefusedEvents,
     count_refused_at: Instant,
     lock: LeaderLock,
-    alarms: AlarmRelay,
+    alarms: Alarms,
     events: EventRelay,
     poll: Duration,
     busy_kinds: BusyKinds,
@@ -79,7 +80,7 @@ enum Round {
 impl Outboxes {
     pub fn new(
         database: Database,
-        alarms: AlarmRelay,
+        alarms: Alarms,
         events: EventRelay,
         poll: Duration,
         keep_parked: Duration,
@@ -241,7 +242,7 @@ impl Outboxes {
         }
     }
 
-    /// Reports whether a queue refuses events.
+    /// Reports whether a queue, or the webhook, refuses events.
     async fn record_refused_events(&mut self) {
         if self.count_refused_at <= Instant::now() {
             self.count_refused_at = Instant::now() + COUNT_REFUSED_EVERY;
@@ -250,7 +251,7 @@ impl Outboxes {
                 Err(error) => debug!(error = one_line(&error), "the refused events could not be counted"),
             }
         }
-        let sentence = self.refused_events.sentence(self.events.exchange(), Instant::now());
+        let sentence = self.refused_events.sentence(self.events.receiver(), Instant::now());
         self.recorder.degraded(Cause::EventsRefused, sentence.as_deref());
     }
 
@@ -293,11 +294,11 @@ impl Outboxes {
     }
 }
 
-/// Refusals of events by a queue that is bound to their exchange.
+/// Refusals of events by a queue that is bound to their exchange, or by the webhook.
 #[derive(Debug, Default)]
 struct RefusedEvents {
     /// When the last refusal was, and its reason.
-    last: Option<(Instant, PublishError)>,
+    last: Option<(Instant, SendError)>,
     /// Whether an event was accepted after that.
     taken_since: bool,
     /// How many refused events wait, as last counted.
@@ -318,20 +319,24 @@ impl RefusedEvents {
 
     /// What is wrong, if anything is. Waiting events no longer count as refused once others are accepted: they have a pause of
     /// their own, and count again if they are refused again.
-    fn sentence(&self, exchange: &str, now: Instant) -> Option<String> {
+    fn sentence(&self, receiver: &Receiver, now: Instant) -> Option<String> {
         let (at, fault) = self.last.as_ref()?;
         let is_recent = now.saturating_duration_since(*at) < REFUSED_RECENTLY;
         if !is_recent && (self.taken_since || self.waiting == 0) {
             return None;
         }
         let waiting = self.waiting;
-        Some(match fault {
-            PublishError::Nacked => format!(
+        Some(match (receiver, fault) {
+            (Receiver::Exchange(exchange), SendError::Broker(PublishError::Nacked)) => format!(
                 "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are retried at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among `rabbitmqctl list_bindings`, and consume it or raise its length"
             ),
-            other => {
+            (Receiver::Exchange(exchange), other) => {
                 format!("events cannot be published to the exchange {exchange}, {waiting} wait: {}", with_causes(other))
             }
+            (Receiver::Webhook(host), other) => format!(
+                "the receiver of announce.webhook at {host} refuses events, {waiting} wait and are retried at most 5 minutes apart: {}; read its log for their webhook-id, which is the id in event_outbox",
+                with_causes(other)
+            ),
         })
     }
 }
@@ -386,14 +391,19 @@ impl Rest {
     /// Records the result of a batch. Returns whether there may be more.
     fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, RelayError>, watch: &mut RelayWatch) -> bool {
         let refused_alone = relayed.as_ref().ok().and_then(|relayed| relayed.fault.clone());
-        let refused_alone = refused_alone.filter(PublishError::is_message_specific).map(RelayError::from);
+        let refused_alone = refused_alone.filter(SendError::is_message_specific).map(RelayError::from);
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
             // Each individually refused row has its own pause, so the outbox needs none.
             if let Some(fault) = relayed.fault.as_ref().filter(|fault| fault.is_message_specific()) {
                 let rows = relayed.refused;
                 if rows > 0 && self.said.is_due() {
-                    warn!(fault = with_causes(fault), outbox, rows, "the broker refuses some rows of an outbox; they stay, and each is retried after a growing pause");
+                    warn!(
+                        fault = with_causes(fault),
+                        outbox,
+                        rows,
+                        "some rows of an outbox are refused; they stay, and each is retried after a growing pause"
+                    );
                 }
                 return Ok((relayed.sent + relayed.dropped, more));
             }
@@ -412,7 +422,7 @@ impl Rest {
             Err(fault) => {
                 let longest = match fault {
                     RelayError::Database(_) => LONGEST_PAUSE_FOR_DATABASE,
-                    RelayError::Broker(_) => Duration::MAX,
+                    RelayError::Send(_) => Duration::MAX,
                 };
                 self.until = Some(Instant::now() + self.backoff.next_pause().min(longest));
                 let fault = with_causes(&fault);
@@ -432,7 +442,7 @@ mod tests {
     use super::*;
 
     fn round(sent: usize, fault: Option<PublishError>) -> Relayed {
-        Relayed { sent, refused: usize::from(fault.is_some()), fault, ..Relayed::default() }
+        Relayed { sent, refused: usize::from(fault.is_some()), fault: fault.map(SendError::from), ..Relayed::default() }
     }
 
     #[test]
@@ -448,7 +458,8 @@ mod tests {
     fn refusal_is_over_when_events_are_taken() {
         let (mut refused, began) = (RefusedEvents::default(), Instant::now());
         let says = |refused: &RefusedEvents, seconds| {
-            refused.sentence("order.events", began + Duration::from_secs(seconds)).is_some()
+            let receiver = Receiver::Exchange("order.events".to_owned());
+            refused.sentence(&receiver, began + Duration::from_secs(seconds)).is_some()
         };
         assert!(!says(&refused, 0));
         refused.note(&round(7, Some(PublishError::Nacked)), began);

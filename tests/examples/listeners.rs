@@ -9,6 +9,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use crate::{amqp_url, example, on_default_names, root};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use order_timeout_core::delay::Strategy;
 use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::skip::skipped;
@@ -180,4 +183,54 @@ fn java_listener_handles_each_event_once() {
 #[test]
 fn rust_listener_handles_each_event_once() {
     check("rust_listener_handles_each_event_once", rust);
+}
+
+/// A POST with this signature; returns the answer's status line.
+fn post_signed(port: &str, signature: &str) -> String {
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    let signed = format!("webhook-id: 1\r\nwebhook-timestamp: {now}\r\nwebhook-signature: {signature}");
+    write!(stream, "POST / HTTP/1.0\r\ncontent-length: 2\r\n{signed}\r\n\r\n{{}}").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer.lines().next().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn python_webhook_handles_each_event_once() {
+    if let Err(why) = install(root(), "python3", &["--version"]) {
+        return skipped("listeners::python_webhook_handles_each_event_once", &why);
+    }
+    TestEnv::builder().run(async |env| {
+        let key = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(key.path(), format!("whsec_{}\n", STANDARD.encode([7; 32]))).unwrap();
+        let mut command = Command::new("python3");
+        command.arg(root().join("examples/listeners/python/receive.py"));
+        command.env("WEBHOOK_KEY_FILE", key.path()).env("PORT", "0").env("EVENTS", "2");
+        let mut listener = Listener::start(&mut command);
+        let line = listener.line();
+        let port = line.strip_prefix("listening: ").expect("its port");
+        let answer = meanwhile(|| post_signed(port, "v1,bm90aGluZw=="));
+        assert!(answer.contains(" 401 "), "{answer}");
+
+        let mut settings = env.settings.clone();
+        settings.delay.strategy = Strategy::Database;
+        settings.announce.webhook = format!("http://127.0.0.1:{port}/order-events");
+        settings.announce.webhook_key_file = key.path().display().to_string();
+        let worker = RunningWorker::start(settings).await;
+        let unsent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
+        for sent_again in [true, false] {
+            let order = env.order(Duration::from_secs(1)).await;
+            let line = listener.line();
+            assert_eq!(line, format!("closed: order {} by look_ahead", order.id));
+            wait_for("the event marked as sent", async || env.count(unsent).await == 0).await;
+            if sent_again {
+                sqlx::query("UPDATE event_outbox SET sent_at = NULL").execute(&env.pool).await.unwrap();
+                wait_for("the event sent again", async || env.count(unsent).await == 0).await;
+            }
+        }
+        assert!(meanwhile(|| listener.child.wait()).unwrap().success());
+        worker.stop().await;
+    });
 }

@@ -16,7 +16,7 @@ use sqlx::postgres::PgListener;
 const SECOND: Duration = Duration::from_secs(1);
 
 /// As in a configuration that names no broker: no process listens on the discard port.
-fn without_broker(settings: &Settings) -> Settings {
+pub fn without_broker(settings: &Settings) -> Settings {
     let mut settings = settings.clone();
     settings.delay.strategy = Strategy::Database;
     settings.sweep.grace = Settings::defaults().sweep.grace;

@@ -67,3 +67,4 @@ mod topology;
 mod traces;
 mod unreadable_messages;
 mod unresolved;
+mod webhook;

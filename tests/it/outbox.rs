@@ -7,6 +7,7 @@ use lapin::options::{BasicGetOptions, QueueDeleteOptions};
 use lapin::types::AMQPValue;
 use order_timeout::config::DatabaseSettings;
 use order_timeout::outbox::alarm_relay::AlarmRelay;
+use order_timeout::outbox::destination::SendError;
 use order_timeout::outbox::event_relay::EventRelay;
 use order_timeout::outbox::relay::{LeaderLock, RelayError};
 use order_timeout::postgres::Database;
@@ -136,14 +137,16 @@ fn unroutable_alarms_do_not_block_outbox() {
                 match relay.round().await.unwrap().settled() {
                     Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
                     // The whole suite shares this broker, so it may answer slowly.
-                    Err(RelayError::Broker(fault)) if fault.is_broker_wide() && began.elapsed() < TIMEOUT => {
+                    Err(RelayError::Send(SendError::Broker(fault)))
+                        if fault.is_broker_wide() && began.elapsed() < TIMEOUT =>
+                    {
                         continue;
                     }
                     Err(fault) => break fault,
                 }
                 rounds += 1;
             };
-            assert!(matches!(refused, RelayError::Broker(PublishError::Unroutable(_))), "{refused}");
+            assert!(matches!(refused, RelayError::Send(SendError::Broker(PublishError::Unroutable(_)))), "{refused}");
             assert!(
                 rounds > 1,
                 "forty alarms in batches of thirty, the second batch goes past those refused: {refused}"

@@ -102,6 +102,7 @@ fn listening_prints_listener_programs() {
     let document = include_str!("../../docs/LISTENING.md");
     let programs = [
         ("python", "examples/listeners/python/listen.py"),
+        ("python", "examples/listeners/python/receive.py"),
         ("javascript", "examples/listeners/node/listen.js"),
         ("java", "examples/listeners/java/Listen.java"),
         ("rust", "crates/client/examples/listen.rs"),

@@ -179,6 +179,7 @@ fn sqlx_stays_in_its_modules() {
         "operations/status.rs",
         "operations/unresolved.rs",
         "outbox/alarm_relay.rs",
+        "outbox/alarms.rs",
         "outbox/event_relay.rs",
         "outbox/local.rs",
         "outbox/relay.rs",

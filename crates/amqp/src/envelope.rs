@@ -87,7 +87,13 @@ pub fn carbon_copy(key: String) -> (&'static str, AMQPValue) {
 /// The header with a W3C trace context, of alarms and of events.
 #[must_use]
 pub fn traceparent(context: String) -> (&'static str, AMQPValue) {
-    (HEADER_TRACEPARENT, AMQPValue::LongString(context.into()))
+    text_header(HEADER_TRACEPARENT, context)
+}
+
+/// A header of text.
+#[must_use]
+pub fn text_header(name: &'static str, value: String) -> (&'static str, AMQPValue) {
+    (name, AMQPValue::LongString(value.into()))
 }
 
 /// What a message says about an alarm besides its body.

@@ -1,4 +1,4 @@
-//! One HTTP client per provider: every request is rate limited, ends in time, follows no redirect, and reads no more than
+//! One HTTP client per provider, and one for the webhook: every request is rate limited, ends in time, follows no redirect, and reads no more than
 //! a provider's answers have.
 //!
 //! Knows no provider, and tries nothing again. No error repeats a header or a body.
@@ -71,9 +71,22 @@ impl Client {
         ca_file: Option<&Path>,
         limits: &LimitsSettings,
     ) -> Result<Self, InvalidSetting> {
-        let url = base_url(section, url)?;
-        let connector = HttpsConnectorBuilder::new().with_tls_config(tls(section, &url, ca_file)?);
-        // `base_url` lets plain HTTP through only to this machine.
+        Self::to(section, &base_url(section, url)?, "ca_file", ca_file, limits)
+    }
+
+    /// A client of an address that `checked_url` has let through. `ca_key`: the setting in the section that names `ca_file`.
+    ///
+    /// # Errors
+    /// [`InvalidSetting`] of that setting, if no CA can be read from it.
+    pub(crate) fn to(
+        section: &str,
+        url: &Url,
+        ca_key: &str,
+        ca_file: Option<&Path>,
+        limits: &LimitsSettings,
+    ) -> Result<Self, InvalidSetting> {
+        let connector = HttpsConnectorBuilder::new().with_tls_config(tls(section, url, ca_key, ca_file)?);
+        // `checked_url` lets plain HTTP through only to this machine.
         let connector = connector.https_or_http().enable_http1().build();
         let inner = legacy::Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
@@ -196,14 +209,14 @@ fn connection_error(error: &legacy::Error) -> CallError {
     CallError::Unreachable(cause)
 }
 
-fn tls(section: &str, url: &Url, ca_file: Option<&Path>) -> Result<ClientConfig, InvalidSetting> {
+fn tls(section: &str, url: &Url, ca_key: &str, ca_file: Option<&Path>) -> Result<ClientConfig, InvalidSetting> {
     let mut roots = RootCertStore::empty();
     match ca_file {
         Some(path) => {
-            for certificate in certificates(section, path)? {
+            for certificate in certificates(section, ca_key, path)? {
                 roots.add(certificate).map_err(|error| {
                     InvalidSetting::new(
-                        format!("{section}.ca_file"),
+                        format!("{section}.{ca_key}"),
                         format!(
                             "names {path:?}, which holds an unusable certificate ({error}); name a PEM file of CAs"
                         ),
@@ -219,7 +232,7 @@ fn tls(section: &str, url: &Url, ca_file: Option<&Path>) -> Result<ClientConfig,
             if roots.is_empty() {
                 let why =
                     "is not given, and this machine trusts no CA; install ca-certificates, or name the file of a CA";
-                return Err(InvalidSetting::new(format!("{section}.ca_file"), why));
+                return Err(InvalidSetting::new(format!("{section}.{ca_key}"), why));
             }
         }
     }
@@ -229,14 +242,14 @@ fn tls(section: &str, url: &Url, ca_file: Option<&Path>) -> Result<ClientConfig,
     Ok(config.with_root_certificates(roots).with_no_client_auth())
 }
 
-fn certificates(section: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, InvalidSetting> {
-    let text = secret_file::read_text(section, "ca_file", path)?;
+fn certificates(section: &str, ca_key: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, InvalidSetting> {
+    let text = secret_file::read_text(section, ca_key, path)?;
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(text.expose_secret().as_bytes()).collect();
     match read {
         Ok(certificates) if !certificates.is_empty() => Ok(certificates),
         _ => {
             let why = format!("names {path:?}, which holds no certificate in PEM form (-----BEGIN CERTIFICATE-----)");
-            Err(InvalidSetting::new(format!("{section}.ca_file"), why))
+            Err(InvalidSetting::new(format!("{section}.{ca_key}"), why))
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! May use an HTTP client and signing libraries, and the core's types; not lapin, not sqlx. It decides nothing about an
 //! order: what an answer means for it is the engine's decision. Every documented answer of a provider is a row of its
-//! table ([`tables`]); any other answer is [`Answer::Unknown`].
+//! table ([`tables`]); any other answer is [`Answer::Unknown`]. [`webhook`] has the same client, and sends events.
 
 mod adyen;
 mod alipay;
@@ -23,6 +23,7 @@ mod secret_file;
 pub mod settings;
 mod stripe;
 pub mod table;
+pub mod webhook;
 mod wechat;
 
 use std::collections::BTreeMap;

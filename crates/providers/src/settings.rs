@@ -329,12 +329,22 @@ fn plain_text(section: &str, key: &str, value: &str) -> Result<(), InvalidSettin
 /// Reads the address of a provider.
 ///
 /// # Errors
-/// [`InvalidSetting`] if it is not `https`, or `http` to this machine, or has an account, a query or a fragment. Repeats
-/// no part of it.
+/// As of [`checked_url`].
 pub(crate) fn base_url(section: &str, text: &str) -> Result<Url, InvalidSetting> {
-    let refuse = |why: &str| Err(InvalidSetting::new(format!("{section}.url"), why));
+    checked_url(text).map_err(|why| InvalidSetting::new(format!("{section}.url"), why))
+}
+
+/// The example in the sentences about an address.
+pub const URL_EXAMPLE: &str = "https://payments.example.com/orders";
+
+/// Reads an address that requests with keys are sent to.
+///
+/// # Errors
+/// Why it is refused, if it is not `https`, or `http` to this machine, or has an account, a query or a fragment. Repeats
+/// no part of it.
+pub(crate) fn checked_url(text: &str) -> Result<Url, &'static str> {
     let Ok(url) = Url::parse(text) else {
-        return refuse("is not an address; write it like https://payments.example.com/orders");
+        return Err("is not an address; write it like https://payments.example.com/orders");
     };
     let is_loopback = match url.host() {
         Some(Host::Domain(name)) => name == "localhost",
@@ -346,15 +356,15 @@ pub(crate) fn base_url(section: &str, text: &str) -> Result<Url, InvalidSetting>
         "https" => {}
         "http" if is_loopback => {}
         "http" => {
-            return refuse("begins with http:// and is not this machine, so keys would be readable; write https://");
+            return Err("begins with http:// and is not this machine, so keys would be readable; write https://");
         }
-        _ => return refuse("does not begin with https://; write it like https://payments.example.com/orders"),
+        _ => return Err("does not begin with https://; write it like https://payments.example.com/orders"),
     }
     if !url.username().is_empty() || url.password().is_some() {
-        return refuse("has an account; put keys into their files");
+        return Err("has an account; put keys into their files");
     }
     if url.query().is_some() || url.fragment().is_some() {
-        return refuse("has a ? or a #; write it without them");
+        return Err("has a ? or a #; write it without them");
     }
     Ok(url)
 }

@@ -87,7 +87,7 @@ impl RelayWatch {
         }
         let why = match (&self.refusal, is_ours) {
             (Some(why), true) => why.as_str(),
-            (None, true) => "this worker is the relay and the broker does not answer",
+            (None, true) => "this worker is the relay and gets no answer",
             (_, false) => {
                 "another worker is the relay, or none is: read /readyz of the worker with order_timeout_relaying = 1"
             }

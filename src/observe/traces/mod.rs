@@ -51,7 +51,7 @@ enum Step {
     Deliver,
     /// A statement decided about the order.
     Close,
-    /// The relay published the event, and the broker confirmed it.
+    /// The relay published the event, and the broker or the webhook confirmed it.
     Announce,
 }
 
@@ -90,6 +90,8 @@ pub enum Outboxed {
 pub struct Published<'a> {
     /// The outbox it came from.
     pub from: Outboxed,
+    /// What received it: `rabbitmq` or `webhook`.
+    pub system: &'static str,
     /// The trace context it carries.
     pub traceparent: &'a str,
     /// The kind in its row.
@@ -100,7 +102,7 @@ pub struct Published<'a> {
     pub message_type: &'a str,
     /// Its message id.
     pub message_id: &'a str,
-    /// The exchange.
+    /// The exchange, or the webhook's host.
     pub exchange: &'a str,
 }
 
@@ -130,7 +132,7 @@ impl Traces {
             Outboxed::Event => Step::Announce,
         };
         let attributes = vec![
-            ("messaging.system", Value::Text("rabbitmq".into())),
+            ("messaging.system", Value::Text(message.system.into())),
             ("messaging.destination.name", Value::Text(message.exchange.to_owned().into())),
             ("messaging.message.id", Value::Text(message.message_id.to_owned().into())),
             ("order_timeout.message_type", Value::Text(message.message_type.to_owned().into())),

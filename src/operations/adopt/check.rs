@@ -53,6 +53,11 @@ impl CheckReport {
 /// [`DatabaseError`] if the database does not answer. What is wrong with the mapping is a finding.
 pub async fn check(database: &Database, settings: &Settings, kind: &Kind) -> Result<CheckReport, DatabaseError> {
     let mut check = Check { settings, kind, findings: Vec::new() };
+    // All at once, and alone: every other check meets the same missing rights.
+    if let Some(sentence) = orders_statements::lacking_rights(database, settings, kind).await? {
+        check.wrong("table", sentence);
+        return Ok(check.report(String::new()));
+    }
     let found = orders_statements::statements(database, settings, kind).await;
     let statements = match found {
         Ok(statements) => statements,

@@ -8,6 +8,7 @@ use sqlx::PgConnection;
 
 use crate::mapping::{ColumnType, Relation, ids, quote};
 use crate::postgres::catalog::{self, CatalogError};
+use crate::postgres::grants;
 use crate::postgres::survey::{self, ForeignKey, Survey};
 use crate::postgres::{Database, DatabaseError, one_line};
 use crate::sanitize;
@@ -63,6 +64,9 @@ async fn look(connection: &mut PgConnection, kind: &Kind, table: Option<&str>) -
         }
         None => others.remove(0),
     };
+    if let Some(why) = grants::why_unreadable(connection, &table).await? {
+        return Err(crate::mapping::MappingError::new("table", why).into());
+    }
     let orders = survey::survey(connection, "table", &table).await?;
     others.retain(|other| *other != table);
     let status = status(connection, &orders.relation).await?;
@@ -151,7 +155,7 @@ const CLOSED_AT: [&str; 9] = [
     "modified_at",
     "modified",
 ];
-const OPEN_WORDS: [&str; 12] = [
+const OPEN_WORDS: [&str; 14] = [
     "unpaid",
     "pending",
     "open",
@@ -163,16 +167,36 @@ const OPEN_WORDS: [&str; 12] = [
     "payment",
     "not_paid",
     "balance_due",
+    "held",
+    "reserved",
     "n",
 ];
-const PAID_WORDS: [&str; 10] =
-    ["paid", "confirmed", "completed", "complete", "shipped", "fulfilled", "processing", "captured", "delivered", "p"];
-const CLOSED_WORDS: [&str; 9] =
-    ["closed", "expired", "cancelled", "canceled", "timeout", "void", "abandoned", "e", "c"];
+const PAID_WORDS: [&str; 11] = [
+    "paid",
+    "confirmed",
+    "completed",
+    "complete",
+    "shipped",
+    "fulfilled",
+    "processing",
+    "captured",
+    "delivered",
+    "sold",
+    "p",
+];
+const CLOSED_WORDS: [&str; 10] =
+    ["closed", "expired", "cancelled", "canceled", "timeout", "void", "abandoned", "released", "e", "c"];
 
 /// The first of these columns that the relation has.
 fn first_like<'a>(relation: &'a Relation, names: &[&str]) -> Option<(&'a str, &'a ColumnType)> {
     names.iter().find_map(|name| relation.columns.get_key_value(*name)).map(|(name, kind)| (name.as_str(), kind))
+}
+
+/// The first column of a time whose name has a part of such a word.
+fn sounds_like_deadline(relation: &Relation) -> Option<(&str, &ColumnType)> {
+    let sounds = |name: &str| ["due", "expir", "deadline", "until"].iter().any(|part| name.contains(part));
+    let mut columns = relation.columns.iter().map(|(name, kind)| (name.as_str(), kind));
+    columns.find(|(name, kind)| kind.base.starts_with("timestamp") && sounds(name))
 }
 
 /// What the proposal is written from.
@@ -231,7 +255,10 @@ impl Draft {
         let table = format!("{}.{}", relation.schema, relation.name);
         let mut lines = vec![
             format!("[kinds.{}.table]", self.kind),
-            format!("# About {} rows.", self.orders.rows),
+            match self.orders.rows {
+                ..=0 => "# ANALYZE has not counted its rows yet.".to_owned(),
+                rows => format!("# About {rows} rows."),
+            },
             format!("table = {}", toml(&table)),
         ];
         lines.extend(self.id());
@@ -299,8 +326,13 @@ impl Draft {
     /// Writes `deadline` and `time_zone`; returns the deadline as a column of an index.
     fn deadline(&self, lines: &mut Vec<String>) -> String {
         let relation = &self.orders.relation;
-        let (written, kind) = if let Some((name, kind)) = first_like(relation, &DEADLINES) {
+        let (written, kind) = if let Some((name, kind)) =
+            first_like(relation, &DEADLINES).or_else(|| sounds_like_deadline(relation))
+        {
             (column(name), kind.base.as_str())
+        } else if let Some((name, _)) = relation.columns.iter().find(|(_, kind)| kind.base == "tstzrange") {
+            lines.push("# The end of the range; without an end it is NULL, which is never due.".into());
+            (format!("upper({})", column(name)), "timestamptz")
         } else if let Some((name, kind)) = first_like(relation, &CREATED) {
             lines.push("# No column looks like a deadline; how long may an order stay unpaid?".into());
             let name = column(name);
@@ -325,7 +357,7 @@ impl Draft {
                 lines.push(format!("time_zone = {}", toml(&self.zone)));
                 format!("(({written}) AT TIME ZONE {})", quote::literal(&self.zone))
             }
-            "timestamptz" if written.contains(' ') => format!("({written})"),
+            "timestamptz" if written.contains([' ', '(']) => format!("({written})"),
             "timestamptz" => written,
             other => {
                 lines.push(format!(

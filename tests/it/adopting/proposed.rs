@@ -67,3 +67,30 @@ fn proposal_finds_stock_by_foreign_keys() {
         assert!(code == 1 && error.contains("there is no table"), "{error}");
     });
 }
+
+/// Seats that are held for a range of time; the table names neither a deadline nor the usual statuses.
+const SEATS: &str = "CREATE SCHEMA box;
+    CREATE TABLE box.bookings (event_id uuid, seat_no text, hold tstzrange, status text, PRIMARY KEY (event_id, seat_no));
+    INSERT INTO box.bookings SELECT gen_random_uuid(), 'R/1', tstzrange(now(), NULL), unnest('{held,sold,released}'::text[]);
+    CREATE TABLE box.reservations (id bigint PRIMARY KEY, payment_due timestamptz, placed_at timestamptz)";
+
+#[test]
+fn proposal_recognises_ranges_and_due_columns() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, SEATS).await;
+        let database = Database::connect(&env.settings.database, 2).await.unwrap();
+        let proposal = propose::propose(&database, &Kind::ORDER, Some("box.bookings")).await.unwrap();
+        for part in [
+            "# ANALYZE has not counted its rows yet.",
+            "open = \"status = 'held'\"",
+            "paid = \"status = 'sold'\"",
+            "deadline = \"upper(hold)\"",
+            "close = { status = \"released\" }",
+        ] {
+            assert!(proposal.toml.contains(part), "{part}: {}", proposal.toml);
+        }
+        execute(&env, &proposal.ddl[0].replace("CONCURRENTLY ", "")).await;
+        let proposal = propose::propose(&database, &Kind::ORDER, Some("box.reservations")).await.unwrap();
+        assert!(proposal.toml.contains("deadline = \"payment_due\""), "{}", proposal.toml);
+    });
+}

@@ -10,6 +10,7 @@ use order_timeout::{Settings, Worker};
 use super::{execute, fixture, map, text};
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::TestEnv;
+use order_timeout_testkit::process::call_with;
 
 /// One overdue order with its ticket.
 const OVERDUE: &str = "INSERT INTO tickets.pretixbase_quota (id, size, booked) VALUES (1, 10, 1);
@@ -66,6 +67,16 @@ const WRONG: &[Wrong] = &[
         key: "close",
         words: &["cannot be planned", "too long"],
         refused_at_start: false,
+    },
+    Wrong {
+        what: "an expression instead of a value",
+        mapping: |table| {
+            table.close.insert("id".into(), "id + 1".into());
+        },
+        sql: "",
+        key: "close.id",
+        words: &["cannot be", "write one value", "trigger"],
+        refused_at_start: true,
     },
     Wrong {
         what: "a predicate with a misspelt column",
@@ -238,24 +249,62 @@ fn wrong_mapping_is_refused_with_fix() {
     });
 }
 
+/// A role that may only use the worker's own tables, and settings that connect as it.
+async fn role_without_rights(env: &TestEnv, shop: &str) -> (String, Settings) {
+    let role = format!("shop_{}", env.settings.namespace);
+    execute(
+        env,
+        &format!("CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT SELECT, INSERT ON event_outbox, order_timeout_adoption TO {role}"),
+    )
+    .await;
+    let mut settings = env.settings.clone();
+    map(&mut settings, shop);
+    let login = format!("{role}:secret");
+    settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&login), None, None);
+    (role, settings)
+}
+
+#[test]
+fn check_prints_all_grants_at_once() {
+    for shop in ["ticketing", "mall"] {
+        TestEnv::builder().run(async move |env| {
+            execute(&env, &text(shop, "schema.sql")).await;
+            let (role, settings) = role_without_rights(&env, shop).await;
+            if shop == "ticketing" {
+                let (code, _, error) = call_with(&settings, &["adopt", "--table", "tickets.pretixbase_order"]).await;
+                assert!(code == 1 && error.contains("GRANT USAGE ON SCHEMA \"tickets\" TO"), "{error}");
+                assert!(error.contains("GRANT SELECT, UPDATE ON \"tickets\".\"pretixbase_order\" TO"), "{error}");
+            }
+            let found = findings(&settings).await;
+            assert_eq!(found.len(), 1, "{found:#?}");
+            assert_eq!(found[0].key, "kinds.order.table.table");
+            let (_, statements) = found[0].sentence.split_once("as their owner: ").expect("statements");
+            let printed = call_with(&settings, &["sql"]).await;
+            assert_eq!(printed.0, 1);
+            assert!(printed.2.contains(statements), "{}", printed.2);
+            execute(&env, statements).await;
+            assert_eq!(findings(&settings).await, []);
+            assert_eq!(call_with(&settings, &["sql"]).await.0, 0);
+            execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+        });
+    }
+}
+
 #[test]
 fn role_without_rights_is_refused() {
     TestEnv::builder().run(async |env| {
         execute(&env, &text("ticketing", "schema.sql")).await;
         execute(&env, OVERDUE).await;
-        let role = format!("shop_{}", env.settings.namespace);
+        let (role, settings) = role_without_rights(&env, "ticketing").await;
+        // One column is not all of them: the database says which table.
         execute(
             &env,
             &format!(
-                "CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {role};
-                 GRANT USAGE ON SCHEMA tickets TO {role}; GRANT SELECT ON ALL TABLES IN SCHEMA tickets TO {role}"
+                "GRANT USAGE ON SCHEMA tickets TO {role}; GRANT SELECT ON ALL TABLES IN SCHEMA tickets TO {role};
+                 GRANT UPDATE (id) ON tickets.pretixbase_order, tickets.pretixbase_quota TO {role}"
             ),
         )
         .await;
-        let mut settings = env.settings.clone();
-        map(&mut settings, "ticketing");
-        let login = format!("{role}:secret");
-        settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&login), None, None);
         let found = findings(&settings).await;
         let lacking = found.iter().find(|finding| finding.sentence.contains("permission denied"));
         assert!(lacking.is_some_and(|finding| finding.sentence.contains("GRANT")), "{found:#?}");

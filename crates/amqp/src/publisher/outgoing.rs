@@ -48,7 +48,13 @@ impl Outgoing {
     /// The W3C trace context among its headers.
     #[must_use]
     pub fn traceparent(&self) -> Option<String> {
-        let (_, value) = self.headers.iter().find(|(name, _)| *name == HEADER_TRACEPARENT)?;
+        self.text_header(HEADER_TRACEPARENT)
+    }
+
+    /// A header whose value is text.
+    #[must_use]
+    pub fn text_header(&self, name: &str) -> Option<String> {
+        let (_, value) = self.headers.iter().find(|(own, _)| *own == name)?;
         match value {
             AMQPValue::LongString(text) => Some(text.to_string()),
             _ => None,
