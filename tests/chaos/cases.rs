@@ -60,6 +60,7 @@ struct BrokerAway {
 fn two_minute_broker_outage_delays_no_order() {
     with_environment(
         "broker-away",
+        None,
         |_| {},
         async |environment: Arc<Environment>| {
             let env = environment.env.clone();
@@ -237,6 +238,7 @@ struct Unclosable {
 fn failing_orders_delay_no_others() {
     with_environment(
         "unclosable",
+        None,
         |_| {},
         async |environment: Arc<Environment>| {
             let env = environment.env.clone();

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout_amqp::connect;
+use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::payment_service::PaymentService;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::proxy::Proxy;
 use order_timeout_testkit::{TestEnv, wait_for};
@@ -24,6 +26,8 @@ pub struct Environment {
     /// The proxies through which workers and publisher reach the servers.
     pub to_broker: Proxy,
     pub to_database: Proxy,
+    /// Whether it is asked before an order is closed.
+    pub provider: Option<Arc<PaymentService>>,
     pub workers: Arc<Workers>,
     pub witness: DiskStallProbe,
     pub logs: PathBuf,
@@ -31,10 +35,14 @@ pub struct Environment {
     pub interrupted: CancellationToken,
 }
 
+/// The provider's name in settings and in `payment_attempts`.
+pub const PROVIDER: &str = "card";
+
 /// Runs `work` in its own environment; `adjust` changes the settings before anything is created. Logs and other output
 /// go to a folder of this name.
 pub fn with_environment<F: Future<Output = ()> + Send + 'static>(
     name: &str,
+    provider: Option<PaymentService>,
     adjust: impl FnOnce(&mut Settings),
     work: impl FnOnce(Arc<Environment>) -> F + Send + 'static,
 ) {
@@ -48,14 +56,19 @@ pub fn with_environment<F: Future<Output = ()> + Send + 'static>(
         (Arc::new(broker.join().expect("a broker")), Arc::new(database))
     });
     assert!(!interrupted.is_cancelled(), "interrupted before its time");
+    let provider = provider.map(Arc::new);
+    let asked = provider.clone();
     let adjust_all = |settings: &mut Settings| {
         as_deployed(settings);
+        if let Some(provider) = &asked {
+            ask(provider, settings);
+        }
         adjust(settings);
         settings.amqp.url = broker.url.clone().into();
         settings.database.url = database.url.clone().into();
         settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
     };
-    let servers = (broker.clone(), database.clone());
+    let servers = (broker.clone(), database.clone(), provider.clone());
     TestEnv::builder().settings(adjust_all).run(move |env| async move {
         let environment = Arc::new(Environment::open(env, servers, logs, interrupted).await);
         let outcome = tokio::spawn(work(environment.clone())).await;
@@ -73,6 +86,28 @@ fn as_deployed(settings: &mut Settings) {
     settings.sweep = defaults.sweep;
     settings.retry = defaults.retry;
     settings.log.filter = "info,order_timeout=debug,lapin=off".to_owned();
+}
+
+/// Asks this provider about orders. Its timeouts and the pauses are short, so that an order's wait for it ends within
+/// seconds of its faults.
+///
+/// The brake keeps its defaults. Until a thousand answers are known nothing is unusual, and then it is usual here that a
+/// third of them says paid; no fault lasts for the three minutes without answers that would trip it. So a run in which it
+/// trips has found a fault.
+fn ask(provider: &PaymentService, settings: &mut Settings) {
+    let limits = LimitsSettings {
+        concurrency: 32,
+        requests_per_s: 400,
+        timeout: Duration::from_secs(1),
+        queue_timeout: Duration::from_secs(1),
+        // More in a row than orders that the provider never answers have at a time.
+        failures_to_open: 10,
+        open_for: Duration::from_millis(500),
+    };
+    provider.join(settings, PROVIDER, limits);
+    settings.closing.retry_first = Duration::from_millis(200);
+    settings.closing.retry_longest = Duration::from_secs(1);
+    settings.closing.max_rounds = 10;
 }
 
 /// In the build folder, so that it is easy to find and removed with the build.
@@ -109,7 +144,7 @@ fn watch_for_signals(interrupted: CancellationToken) {
 impl Environment {
     async fn open(
         env: Arc<TestEnv>,
-        (broker, database): (Arc<Private>, Arc<Private>),
+        (broker, database, provider): (Arc<Private>, Arc<Private>, Option<Arc<PaymentService>>),
         logs: PathBuf,
         interrupted: CancellationToken,
     ) -> Self {
@@ -120,7 +155,7 @@ impl Environment {
         settings.database.url = to_database.address(&settings.database.url);
         let workers = Arc::new(Workers::new(settings, &logs));
         let witness = DiskStallProbe::open(&env).await;
-        Self { env, broker, database, to_broker, to_database, workers, witness, logs, interrupted }
+        Self { env, broker, database, to_broker, to_database, provider, workers, witness, logs, interrupted }
     }
 
     /// The test environment's settings with the broker behind the proxy.

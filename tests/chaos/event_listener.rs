@@ -20,10 +20,21 @@ use uuid::Uuid;
 const PAUSE: Duration = Duration::from_millis(500);
 const PREFETCH: u16 = 200;
 
+/// What an event says of its order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Announced {
+    Closed,
+    /// A payment provider had its money when it was to be closed.
+    Settled,
+    /// A payment provider's answers did not decide.
+    Unresolved,
+}
+
 /// One event, by its id.
 #[derive(Debug, Clone)]
 pub struct ReceivedEvent {
     pub order_id: String,
+    pub what: Announced,
     /// How often it was sent; redeliveries because our acknowledgement was lost do not count.
     pub times: usize,
 }
@@ -83,11 +94,29 @@ async fn listen_once(
 fn record(delivery: &Delivery, events: &Events) {
     let id = delivery.properties.message_id().as_ref().expect("an event has an id");
     let id = Uuid::parse_str(id.as_str()).expect("an event's id is a uuid");
-    let closed: OrderClosed = serde_json::from_slice(&delivery.data).expect("an event says which order was closed");
+    let (what, order_id) = read(delivery);
     let mut events = events.lock().unwrap();
-    let received = events.entry(id).or_insert(ReceivedEvent { order_id: closed.order_id.to_string(), times: 0 });
-    assert_eq!(received.order_id, closed.order_id.to_string(), "one id, one order");
+    let first = ReceivedEvent { order_id: order_id.clone(), what, times: 0 };
+    let received = events.entry(id).or_insert(first);
+    assert_eq!((received.what, &received.order_id), (what, &order_id), "one id, one order");
     if !delivery.redelivered || received.times == 0 {
         received.times += 1;
     }
+}
+
+/// What it says, and of which order.
+fn read(delivery: &Delivery) -> (Announced, String) {
+    let sort = delivery.properties.kind().as_ref().expect("an event has a type").as_str();
+    let what = match sort {
+        "order.closed.v1" => {
+            let closed: OrderClosed =
+                serde_json::from_slice(&delivery.data).expect("an event says which order was closed");
+            return (Announced::Closed, closed.order_id.to_string());
+        }
+        "order.paid_late_settled.v1" => Announced::Settled,
+        "order.unresolved.v1" => Announced::Unresolved,
+        _ => panic!("no part of a run announces {sort}: {}", String::from_utf8_lossy(&delivery.data)),
+    };
+    let event: serde_json::Value = serde_json::from_slice(&delivery.data).expect("an event is JSON");
+    (what, event["order_id"].as_str().expect("an event names its order").to_owned())
 }

@@ -12,6 +12,7 @@ use order_timeout::postgres;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::away::{is_consumed, meanwhile};
+use order_timeout_testkit::payment_service::{Outage, PaymentService};
 use order_timeout_testkit::proxy::{Direction, Then};
 use order_timeout_testkit::{Order, TestEnv, wait_for};
 use time::OffsetDateTime;
@@ -29,6 +30,9 @@ const REPEAT_INTERVAL: Duration = Duration::from_millis(250);
 const LOCKED_AT_ONCE: i64 = 5;
 /// Unpaid orders that get additional alarms.
 const DOUBLED_AT_ONCE: i64 = 300;
+
+/// A fault of the payment provider lasts until a request has met it, but no longer than this.
+const MET_WITHIN: Duration = Duration::from_secs(10);
 
 /// A fault that is over.
 #[derive(Debug, Clone)]
@@ -66,6 +70,8 @@ pub enum Affected {
     All,
     Orders(Vec<Uuid>),
     Article(String),
+    /// Those with an attempt at the payment provider.
+    AtProvider,
 }
 
 impl fmt::Display for CompletedFault {
@@ -82,6 +88,7 @@ pub async fn carry_out(environment: Arc<Environment>, fault: Fault) -> Completed
     let affected = match fault.kind.excuses() {
         Excuses::None => Affected::None,
         Excuses::All => Affected::All,
+        Excuses::AtProvider => Affected::AtProvider,
         Excuses::Locked => effect.affected,
     };
     CompletedFault { kind: fault.kind, from, until, affected, hits: effect.hits, forged: effect.forged }
@@ -154,6 +161,15 @@ impl FaultRun<'_> {
             Kind::DelayQueueDeleted => self.delete_delay_queue().await,
             Kind::AlarmsDoubled => return self.double_alarms().await,
             Kind::GarbageSent => return self.send_garbage().await,
+            Kind::ProviderStopped => self.stop_provider().await,
+            Kind::ProviderHalted => return self.break_provider(Outage::Hanging).await,
+            Kind::ProviderFailing => return self.break_provider(Outage::Failing).await,
+            Kind::ProviderHtml => return self.break_provider(Outage::Html).await,
+            Kind::ProviderFarAway => {
+                let (provider, by) = (self.provider(), Duration::from_millis(20 + self.fault.choice as u64 % 130));
+                self.around(|| provider.set_pause(by), || provider.set_pause(Duration::ZERO)).await;
+            }
+            Kind::ProviderAnswersLost => return self.break_provider(Outage::LosingAnswers).await,
         }
         // These faults always hit.
         FaultEffect::default()
@@ -177,6 +193,32 @@ impl FaultRun<'_> {
 
     fn env(&self) -> &TestEnv {
         &self.environment.env
+    }
+
+    fn provider(&self) -> &PaymentService {
+        self.environment.provider.as_deref().expect("a plan with faults of a provider is for runs that have one")
+    }
+
+    async fn stop_provider(&self) {
+        let provider = self.provider();
+        self.around(|| provider.set_outage(Some(Outage::Refusing)), || provider.set_outage(None)).await;
+        wait_for("the payment provider", async || provider.is_listening()).await;
+    }
+
+    async fn break_provider(&self, outage: Outage) -> FaultEffect {
+        let (provider, began) = (self.provider(), Timestamp::now_by_local_clock());
+        let before = provider.failed_requests();
+        let failed = || provider.failed_requests() - before;
+        provider.set_outage(Some(outage));
+        self.environment.wait(self.fault.hold).await;
+        while failed() == 0
+            && Timestamp::now_by_local_clock() < began + MET_WITHIN
+            && !self.environment.interrupted.is_cancelled()
+        {
+            self.environment.wait(REPEAT_INTERVAL).await;
+        }
+        provider.set_outage(None);
+        FaultEffect::hits(failed())
     }
 
     async fn read_only(&self) {

@@ -1,4 +1,4 @@
-//! What happens to an order: how it is scheduled, whether its deadline moves, whether and when it is paid.
+//! What happens to an order: how it is scheduled, whether its deadline moves, whether and when it is paid, and where.
 //!
 //! Pure: drawn from the run's seed and the order's number, so that a seed reproduces the same orders.
 
@@ -61,6 +61,41 @@ impl Payment {
     }
 }
 
+/// What happens to an order whose customer is sent to the payment provider.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum AtProvider {
+    /// The customer goes away.
+    NeverPaid,
+    /// The customer goes away, and the provider fails every call about this attempt: a person must look at it.
+    NeverAnswered,
+    /// Paid after this part of the remaining time, and the callback comes so long after it.
+    Paid { after: f64, callback: Duration },
+    /// The same, and the callback never comes: the worker must find it paid.
+    DeadWebhook { after: f64 },
+    /// Paid so long after [`Self::RACE_BEGINS_BEFORE`] before the deadline, if the provider still takes the money: the
+    /// worker asks and cancels at the same time. The callback may never come.
+    Race { after: Duration, callback: Option<Duration> },
+}
+
+impl AtProvider {
+    pub const RACE_BEGINS_BEFORE: Duration = Duration::from_millis(20);
+
+    fn draw(rng: &mut Rng) -> Self {
+        let callback = |rng: &mut Rng| Duration::from_millis(rng.u64(0..300));
+        match rng.u32(0..100) {
+            0..30 => Self::NeverPaid,
+            30..33 => Self::NeverAnswered,
+            33..55 => Self::Paid { after: rng.f64() * 0.9, callback: callback(rng) },
+            55..75 => Self::DeadWebhook { after: rng.f64() },
+            _ => {
+                let after = Duration::from_micros(rng.u64(0..120_000));
+                let callback = rng.bool().then(|| callback(rng));
+                Self::Race { after, callback }
+            }
+        }
+    }
+}
+
 /// The history of one order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct History {
@@ -73,10 +108,13 @@ pub struct History {
     pub pays_for: Duration,
     /// Whether the payment is repeated after it succeeded.
     pub pays_again: bool,
+    /// Instead of `payment`, for a third of the orders of a run with a payment provider.
+    pub at_provider: Option<AtProvider>,
 }
 
 impl History {
-    pub fn of(seed: u64, order: u64) -> Self {
+    /// `has_provider`: whether the run has a payment provider.
+    pub fn of(seed: u64, order: u64, has_provider: bool) -> Self {
         let mut rng = Rng::with_seed(seed ^ order.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let millis = |rng: &mut Rng, range: std::ops::Range<u64>| Duration::from_millis(rng.u64(range));
         let micros = |rng: &mut Rng, range: std::ops::Range<u64>| Duration::from_micros(rng.u64(range));
@@ -104,7 +142,10 @@ impl History {
             [ScheduleMethod::Publisher, ScheduleMethod::ScheduleIn, ScheduleMethod::PlainInsert][rng.usize(0..3)];
         let pays_for = if rng.u32(0..10) == 0 { millis(&mut rng, 1..60) } else { Duration::ZERO };
         let (article, pays_again) = (rng.usize(0..ARTICLES), rng.u32(0..10) == 0);
-        Self { article, delay, method, change, payment, pays_for, pays_again }
+        // Last, so that everything else is the same in a run without a provider.
+        let at_provider = (has_provider && rng.u32(0..3) == 0).then(|| AtProvider::draw(&mut rng));
+        let payment = if at_provider.is_some() { Payment::Never } else { payment };
+        Self { article, delay, method, change, payment, pays_for, pays_again, at_provider }
     }
 }
 
@@ -114,8 +155,8 @@ mod tests {
 
     #[test]
     fn histories_are_reproducible_and_cover_every_kind() {
-        let histories: Vec<History> = (0..10_000).map(|order| History::of(1, order)).collect();
-        assert_eq!(histories, (0..10_000).map(|order| History::of(1, order)).collect::<Vec<_>>());
+        let histories: Vec<History> = (0..10_000).map(|order| History::of(1, order, false)).collect();
+        assert_eq!(histories, (0..10_000).map(|order| History::of(1, order, false)).collect::<Vec<_>>());
         let share = |holds: fn(&History) -> bool| histories.iter().filter(|history| holds(history)).count() / 100;
         for method in [ScheduleMethod::Publisher, ScheduleMethod::ScheduleIn, ScheduleMethod::PlainInsert] {
             let of_this_method = histories.iter().filter(|history| history.method == method).count() / 100;
@@ -126,5 +167,25 @@ mod tests {
         assert!(share(|history| matches!(history.payment, Payment::DuringTheClose(_))) >= 8);
         assert!(share(|history| matches!(history.change, Change::Extended { .. })) >= 8);
         assert!(share(|history| matches!(history.change, Change::Shortened { .. })) >= 6);
+    }
+    #[test]
+    fn third_of_histories_is_at_provider() {
+        let histories: Vec<History> = (0..10_000).map(|order| History::of(1, order, true)).collect();
+        let at_provider: Vec<AtProvider> = histories.iter().filter_map(|history| history.at_provider).collect();
+        assert!((3_000..3_700).contains(&at_provider.len()), "{}", at_provider.len());
+        let share = |holds: fn(&AtProvider) -> bool| {
+            at_provider.iter().filter(|one| holds(one)).count() * 100 / at_provider.len()
+        };
+        assert!(share(|one| matches!(one, AtProvider::NeverPaid)) >= 25);
+        assert!((1..6).contains(&share(|one| matches!(one, AtProvider::NeverAnswered))));
+        assert!(share(|one| matches!(one, AtProvider::Paid { .. })) >= 18);
+        assert!(share(|one| matches!(one, AtProvider::DeadWebhook { .. })) >= 15);
+        assert!(share(|one| matches!(one, AtProvider::Race { callback: Some(_), .. })) >= 8);
+        assert!(share(|one| matches!(one, AtProvider::Race { callback: None, .. })) >= 8);
+        for (order, history) in histories.iter().enumerate() {
+            let plain = History::of(1, order as u64, false);
+            let payment = if history.at_provider.is_some() { Payment::Never } else { plain.payment };
+            assert_eq!(*history, History { payment, at_provider: history.at_provider, ..plain });
+        }
     }
 }

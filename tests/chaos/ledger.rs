@@ -13,6 +13,11 @@
 //! nothing. The aftermath of a fault is no excuse: the database's recovery is part of its restart, a worker's backoff
 //! is not. Everything runs on one machine, so the runner's clock is the database's.
 //!
+//! Where a payment provider is asked, how an order with an attempt there may end is in `provider_ledger.rs`. A fault of the
+//! provider extends the second of such an order alone, and for as long after its end as the pauses of the settings last.
+//! An order that a worker or a statement has taken with it waits until the lease is over: it is counted, and only few may
+//! be excused by that. Closing must never have been paused, because nothing in a run is unusual for the brake.
+//!
 //! A disk stall is a fault outside the plan (`disk_stall_probe.rs`). It excuses a close for no longer than it lasted, and the
 //! report also gives the lateness that includes it. If the disk stalls for much of a run, the run proves nothing.
 //!
@@ -36,13 +41,15 @@ use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::disk_stall_probe::{DiskStall, stalled_time, total_duration};
 use order_timeout_testkit::ledger::Ledger;
+use order_timeout_testkit::payment_service::Truth;
 use serde::Serialize;
 use sqlx::PgPool;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::event_listener::ReceivedEvent;
+use crate::event_listener::{Announced, ReceivedEvent};
 use crate::faults::{Affected, CompletedFault};
+use crate::provider_ledger::{Broken, End, Found, ProviderReport, Waits, judge};
 use crate::run::QuietPeriod;
 use crate::shop::{Declined, IN_STOCK, OrderRecord};
 
@@ -86,11 +93,17 @@ pub struct Report {
     pub max_lateness_with_standstills_ms: f64,
     /// How long the disk stalled outside faults that affect all orders.
     pub stood_still_ms: f64,
+    /// How often closing was paused.
+    pub pauses_of_closing: usize,
+    /// Of a run with a payment provider.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub provider: Option<ProviderReport>,
 }
 
 #[derive(Debug, Default, Serialize)]
 pub struct ClosedBy {
     pub alarm: usize,
+    pub look_ahead: usize,
     pub sweep: usize,
     pub manual: usize,
 }
@@ -104,8 +117,18 @@ pub struct Observations<'a> {
     pub quiet_periods: &'a [QuietPeriod],
     pub standstills: &'a [DiskStall],
     pub received: &'a HashMap<Uuid, ReceivedEvent>,
-    /// Orders that got their alarm after they had been closed.
+    /// Orders that got their alarm after they had been closed or claimed.
     pub late: &'a HashSet<Uuid>,
+    /// Of a run with a payment provider.
+    pub provider: Option<AskedProvider<'a>>,
+}
+
+/// What is known of the payment provider.
+#[derive(Clone, Copy)]
+pub struct AskedProvider<'a> {
+    pub waits: Waits,
+    /// What it knows of an order's attempt.
+    pub truth: &'a (dyn Fn(Uuid) -> Truth + Sync),
 }
 
 /// The report, and a description of every broken promise.
@@ -128,6 +151,10 @@ struct Row {
     committed_at: OffsetDateTime,
     closed_by: Option<String>,
     closes: i64,
+    /// How often a worker settled it, because the payment provider had its money.
+    settlements: i64,
+    unresolved_reason: Option<String>,
+    unresolved_at: Option<OffsetDateTime>,
 }
 
 /// The orders with a last alarm that was sent only after the deadline it names, and that deadline.
@@ -148,6 +175,7 @@ struct Tally {
     alarms_lost: Vec<String>,
     lateness: Vec<(Duration, String)>,
     max_lateness_with_standstills: Duration,
+    provider: ProviderReport,
 }
 
 impl Tally {
@@ -156,23 +184,42 @@ impl Tally {
     }
 }
 
-/// The time up to which a close at `closed_at` is excused.
+/// What excuses an order that falls due while it lasts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Excuse {
+    from: Timestamp,
+    until: Timestamp,
+    /// Until when such an order may wait.
+    lasts: Timestamp,
+}
+
+/// The time up to which a close at `closed_at` is excused. `waits`: how long orders may wait behind faults; `None` if no
+/// payment provider is asked.
 fn excused_until(
     record: &OrderRecord,
     deadline: Timestamp,
     closed_at: Timestamp,
-    completed: &[CompletedFault],
-    declined: &[Declined],
+    (completed, declined): (&[CompletedFault], &[Declined]),
+    waits: Option<Waits>,
 ) -> Timestamp {
-    let faults =
-        completed.iter().filter(|fault| excuses(&fault.affected, record)).map(|fault| (fault.from, fault.until));
-    let kept = declined.iter().filter(|one| one.article == record.article).map(|one| (one.from, one.until));
-    let mut intervals: Vec<(Timestamp, Timestamp)> = faults.chain(kept).collect();
-    intervals.sort();
+    let faults = completed.iter().filter(|fault| excuses(&fault.affected, record)).map(|fault| {
+        let is_behind = fault.affected == Affected::AtProvider;
+        let until = fault.until + waits.filter(|_| is_behind).map_or(Duration::ZERO, |waits| waits.for_provider);
+        Excuse { from: fault.from, until, lasts: until }
+    });
+    let lease = waits.map(|waits| waits.for_lease).filter(|lease| !lease.is_zero());
+    let leases = completed.iter().filter(|fault| fault.kind.loses_leases()).filter_map(|fault| {
+        // The statement that takes orders over may arrive at the database as the fault ends.
+        Some(Excuse { from: fault.from, until: fault.until + PROMISED, lasts: fault.until + lease? })
+    });
+    let kept = declined.iter().filter(|one| one.article == record.article);
+    let kept = kept.map(|one| Excuse { from: one.from, until: one.until, lasts: one.until });
+    let mut excuses: Vec<Excuse> = faults.chain(leases).chain(kept).collect();
+    excuses.sort();
     let mut owed = deadline.max(record.confirmed_at.min(closed_at));
-    for (from, until) in intervals {
+    for Excuse { from, until, lasts } in excuses {
         if from < owed + PROMISED && until > owed {
-            owed = until;
+            owed = owed.max(lasts);
         }
     }
     owed
@@ -220,17 +267,17 @@ fn excuses(affected: &Affected, record: &OrderRecord) -> bool {
         Affected::All => true,
         Affected::Orders(orders) => orders.contains(&record.id),
         Affected::Article(article) => *article == record.article,
+        Affected::AtProvider => record.at_provider.is_some(),
     }
 }
 
 pub async fn check_run(pool: &PgPool, observations: Observations<'_>) -> CheckResult {
     let rows = rows(pool).await;
     let expired = expired(pool).await;
-    let event_ids_by_order = event_ids_by_order(observations.received);
+    let events = EventCounts::of(observations.received);
     let mut tally = Tally::default();
     for record in observations.records {
-        let events = event_ids_by_order.get(record.id.to_string().as_str()).map_or(0, HashSet::len);
-        check_order(&mut tally, record, rows.get(&record.id), events, &observations);
+        check_order(&mut tally, record, rows.get(&record.id), &events, &observations);
         check_alarm(&mut tally, record, rows.get(&record.id), &expired, &observations);
     }
     if rows.len() != observations.records.len() {
@@ -240,7 +287,9 @@ pub async fn check_run(pool: &PgPool, observations: Observations<'_>) -> CheckRe
             observations.records.len()
         ));
     }
-    let stock_balanced = stock_is_balanced(pool, observations.records).await;
+    let is_sold = |record: &&OrderRecord| record.paid && rows.get(&record.id).is_some_and(|row| row.status == "paid");
+    let sold: Vec<&OrderRecord> = observations.records.iter().filter(is_sold).collect();
+    let stock_balanced = stock_is_balanced(pool, &sold).await;
     if !stock_balanced {
         tally.violations.push("the stock does not add up".to_owned());
     }
@@ -249,8 +298,10 @@ pub async fn check_run(pool: &PgPool, observations: Observations<'_>) -> CheckRe
             tally.violations.push(format!("an alarm of order {order} was parked: {reason}"));
         }
     }
+    let pauses = pauses_of_closing(pool).await.unwrap();
+    tally.violations.extend(pause_violations(&pauses));
     tally.lateness.sort_by_key(|(lateness, _)| std::cmp::Reverse(*lateness));
-    let report = report(&observations, &tally, stock_balanced);
+    let report = report(&observations, &tally, stock_balanced, pauses.len());
     let latest = tally.lateness.into_iter().take(20).map(|(_, what)| what).collect();
     CheckResult { report, violations: tally.violations, latest, alarms_lost: tally.alarms_lost }
 }
@@ -259,25 +310,25 @@ fn check_order(
     tally: &mut Tally,
     record: &OrderRecord,
     row: Option<&Row>,
-    events: usize,
+    events: &EventCounts<'_>,
     observations: &Observations<'_>,
 ) {
     let Some(row) = row else {
         tally.lost += 1;
         return tally.violation(record, row, "a committed order is gone");
     };
+    let closes_announced = events.count(record, Announced::Closed);
+    if let (Some(_), Some(provider)) = (record.at_provider, observations.provider) {
+        return check_at_provider(tally, record, row, events, (observations, provider));
+    }
     match (row.status.as_str(), row.closed_at) {
         ("paid", _) if !record.paid => tally.violation(record, Some(row), "paid without a payment"),
-        ("paid", _) if row.closes > 0 || events > 0 => {
-            tally.paid_closed += 1;
-            tally.violation(record, Some(row), "paid, and closed as well");
-        }
-        ("paid", _) => {}
+        ("paid", _) => check_paid(tally, record, row, closes_announced),
         ("closed", _) if record.paid => {
             tally.paid_closed += 1;
             tally.violation(record, Some(row), "closed, though the shop was told that it is paid");
         }
-        ("closed", Some(_)) => check_close(tally, record, row, events, observations),
+        ("closed", Some(_)) => check_close(tally, record, row, closes_announced, observations),
         _ => {
             tally.lost += 1;
             tally.violation(record, Some(row), "never closed");
@@ -285,9 +336,52 @@ fn check_order(
     }
 }
 
+fn check_paid(tally: &mut Tally, record: &OrderRecord, row: &Row, closes_announced: usize) {
+    if row.closes > 0 || closes_announced > 0 {
+        tally.paid_closed += 1;
+        tally.violation(record, Some(row), "paid, and closed as well");
+    }
+}
+
+fn check_at_provider(
+    tally: &mut Tally,
+    record: &OrderRecord,
+    row: &Row,
+    events: &EventCounts<'_>,
+    (observations, provider): (&Observations<'_>, AskedProvider<'_>),
+) {
+    let unresolved = row.unresolved_reason.as_deref().zip(row.unresolved_at.map(postgres::moment));
+    let (status, truth) = (row.status.as_str(), (provider.truth)(record.id));
+    let found = Found { status, truth, settlements: row.settlements, unresolved };
+    let end = judge(record, found, observations.completed, provider.waits);
+    tally.provider.count(end);
+    let closes_announced = events.count(record, Announced::Closed);
+    let announced = match end {
+        Ok(End::Closed) => return check_close(tally, record, row, closes_announced, observations),
+        Ok(End::PaidByCallback) => return check_paid(tally, record, row, closes_announced),
+        Ok(End::Settled) => {
+            check_paid(tally, record, row, closes_announced);
+            note_lateness(tally, record, row, observations);
+            events.count(record, Announced::Settled)
+        }
+        Ok(End::Unresolved(_)) => {
+            check_paid(tally, record, row, closes_announced);
+            events.count(record, Announced::Unresolved)
+        }
+        Err(broken) => {
+            tally.lost += usize::from(broken == Broken::NotEnded);
+            return tally.violation(record, Some(row), broken.words());
+        }
+    };
+    if announced != 1 {
+        tally.violation(record, Some(row), &format!("{end:?}, and announced by {announced} events"));
+    }
+}
+
 fn check_close(tally: &mut Tally, record: &OrderRecord, row: &Row, events: usize, observations: &Observations<'_>) {
     match row.closed_by.as_deref() {
         Some("alarm") => tally.closed_by.alarm += 1,
+        Some("look_ahead") => tally.closed_by.look_ahead += 1,
         Some("sweep") => tally.closed_by.sweep += 1,
         _ => tally.closed_by.manual += 1,
     }
@@ -304,9 +398,25 @@ fn check_close(tally: &mut Tally, record: &OrderRecord, row: &Row, events: usize
         tally.early += 1;
         tally.violation(record, Some(row), "closed early, or for a deadline that the shop does not know");
     }
-    let excused_until = excused_until(record, deadline, closed_at, observations.completed, observations.declined);
-    let late = closed_at.since(excused_until);
-    let beyond = late.saturating_sub(stalled_time(observations.standstills, excused_until, closed_at));
+    note_lateness(tally, record, row, observations);
+}
+
+/// How late an order was closed, or settled as paid.
+fn note_lateness(tally: &mut Tally, record: &OrderRecord, row: &Row, observations: &Observations<'_>) {
+    let (deadline, closed_at) = (postgres::moment(row.expires_at), postgres::moment(row.committed_at));
+    let waits = observations.provider.map(|provider| provider.waits);
+    let excused = |waits| {
+        let faults = (observations.completed, observations.declined);
+        let excused_until = excused_until(record, deadline, closed_at, faults, waits);
+        let late = closed_at.since(excused_until);
+        (late, late.saturating_sub(stalled_time(observations.standstills, excused_until, closed_at)))
+    };
+    let without_lease = waits.map(|waits| Waits { for_lease: Duration::ZERO, ..waits });
+    let (mut late, mut beyond) = excused(without_lease);
+    if beyond >= PROMISED && excused(waits).1 < PROMISED {
+        tally.provider.waited_for_lease += 1;
+        (late, beyond) = excused(waits);
+    }
     tally.max_lateness_with_standstills = late.max(tally.max_lateness_with_standstills);
     let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
     let beyond_ms = beyond.as_secs_f64() * 1e3;
@@ -336,13 +446,13 @@ fn check_alarm(
     }
 }
 
-fn report(observations: &Observations<'_>, tally: &Tally, stock_balanced: bool) -> Report {
+fn report(observations: &Observations<'_>, tally: &Tally, stock_balanced: bool, pauses_of_closing: usize) -> Report {
     let mut fault_kinds = BTreeMap::new();
     for fault in observations.completed {
         *fault_kinds.entry(fault.kind.name()).or_default() += 1;
     }
     let latest = tally.lateness.first().map_or(Duration::ZERO, |(lateness, _)| *lateness);
-    let ClosedBy { alarm, sweep, manual } = tally.closed_by;
+    let ClosedBy { alarm, look_ahead, sweep, manual } = tally.closed_by;
     Report {
         seed: observations.seed,
         orders: observations.records.len(),
@@ -356,7 +466,7 @@ fn report(observations: &Observations<'_>, tally: &Tally, stock_balanced: bool) 
         stock_balanced,
         declined: observations.declined.len(),
         duplicate_event_ids: observations.received.values().filter(|received| received.times > 1).count(),
-        closed_by: ClosedBy { alarm, sweep, manual },
+        closed_by: ClosedBy { alarm, look_ahead, sweep, manual },
         alarms_owed: tally.alarms_owed,
         alarms_late: tally.alarms_late,
         alarms_undecided: tally.alarms_undecided,
@@ -364,6 +474,8 @@ fn report(observations: &Observations<'_>, tally: &Tally, stock_balanced: bool) 
         max_lateness_beyond_fault_ms: ms(latest),
         max_lateness_with_standstills_ms: ms(tally.max_lateness_with_standstills),
         stood_still_ms: ms(total_duration(observations.standstills)),
+        pauses_of_closing,
+        provider: observations.provider.map(|_| tally.provider.clone()),
     }
 }
 
@@ -376,8 +488,12 @@ async fn rows(pool: &PgPool) -> HashMap<Uuid, Row> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT o.id, o.status::text, o.expires_at, o.closed_at, pg_xact_commit_timestamp(o.xmin) AS committed_at,
                 o.closed_by,
-                (SELECT count(*) FROM order_events e WHERE e.order_id = o.id AND e.event = 'closed') AS closes
-         FROM orders o",
+                (SELECT count(*) FROM order_events e WHERE e.order_id = o.id AND e.event = 'closed') AS closes,
+                (SELECT count(*) FROM order_events e
+                 WHERE e.order_id = o.id AND e.event = 'paid' AND e.by = 'provider') AS settlements,
+                c.unresolved_reason, c.unresolved_at
+         FROM orders o
+         LEFT JOIN close_attempts c ON c.kind = 'order' AND c.order_id = o.id::text AND c.unresolved_at IS NOT NULL",
     )
     .fetch_all(pool)
     .await
@@ -399,24 +515,43 @@ async fn expired(pool: &PgPool) -> Expired {
     rows.into_iter().filter_map(of_order).collect()
 }
 
-/// The event ids under which each order's close was announced.
-fn event_ids_by_order(received: &HashMap<Uuid, ReceivedEvent>) -> HashMap<&str, HashSet<Uuid>> {
-    let mut of = HashMap::<&str, HashSet<Uuid>>::new();
-    for (id, event) in received {
-        of.entry(&event.order_id).or_default().insert(*id);
+/// The event ids under which something was announced of each order.
+struct EventCounts<'a>(HashMap<(&'a str, Announced), HashSet<Uuid>>);
+
+impl<'a> EventCounts<'a> {
+    fn of(received: &'a HashMap<Uuid, ReceivedEvent>) -> Self {
+        let mut of = HashMap::<_, HashSet<Uuid>>::new();
+        for (id, event) in received {
+            of.entry((event.order_id.as_str(), event.what)).or_default().insert(*id);
+        }
+        Self(of)
     }
-    of
+
+    fn count(&self, record: &OrderRecord, what: Announced) -> usize {
+        self.0.get(&(record.id.to_string().as_str(), what)).map_or(0, HashSet::len)
+    }
+}
+
+/// Every pause of closing: who paused it, and why.
+pub async fn pauses_of_closing(pool: &PgPool) -> Result<Vec<String>, sqlx::Error> {
+    let pauses = "SELECT paused_by || ' (' || cause || '): ' || reason FROM closing_pauses ORDER BY id";
+    sqlx::query_scalar(pauses).fetch_all(pool).await
+}
+
+/// Nothing in a run is unusual for the brake, and no person is there to pause closing.
+fn pause_violations(pauses: &[String]) -> impl Iterator<Item = String> {
+    pauses.iter().map(|pause| format!("closing was paused: {pause}"))
 }
 
 /// The reserved stock equals what open orders hold, and exactly the paid quantity of each article is gone.
-async fn stock_is_balanced(pool: &PgPool, records: &[OrderRecord]) -> bool {
+async fn stock_is_balanced(pool: &PgPool, sold: &[&OrderRecord]) -> bool {
     let tables = Ledger::read(pool).await.unwrap();
     let stock: Vec<(String, i64, i64)> =
         sqlx::query_as("SELECT article_id, available, reserved FROM stock WHERE article_id LIKE 'article-%'")
             .fetch_all(pool)
             .await
             .unwrap();
-    let sold = |article: &str| records.iter().filter(|record| record.paid && record.article == article).count();
+    let sold = |article: &str| sold.iter().filter(|record| record.article == article).count();
     let is_right = |(article, available, reserved): &(String, i64, i64)| {
         let sold = i64::try_from(sold(article)).unwrap();
         available + reserved + sold == IN_STOCK
@@ -430,22 +565,24 @@ async fn parked(pool: &PgPool) -> Vec<(String, String)> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+    use crate::history::AtProvider;
     use crate::plan::Kind;
 
     const DEADLINE_MS: u64 = 10_000;
+    const WAITS: Waits = Waits { for_provider: Duration::from_secs(3), for_lease: Duration::from_secs(30) };
 
-    fn at(ms: u64) -> Timestamp {
+    pub fn at(ms: u64) -> Timestamp {
         Timestamp::from_unix_micros(0) + Duration::from_millis(ms)
     }
 
-    fn fault(from: u64, until: u64, affected: Affected) -> CompletedFault {
+    pub fn fault(from: u64, until: u64, affected: Affected) -> CompletedFault {
         let (kind, from, until) = (Kind::DatabaseKilled, at(from), at(until));
         CompletedFault { kind, from, until, affected, hits: None, forged: Vec::new() }
     }
 
-    fn order() -> OrderRecord {
+    pub fn order() -> OrderRecord {
         let (id, article) = (Uuid::from_u128(7), "article-3".to_owned());
         let (created_at, confirmed_at) = (at(1_000), at(1_000));
         let deadline = at(DEADLINE_MS);
@@ -458,11 +595,28 @@ mod tests {
             alarmed_at: Some(at(1_100)),
             contested: false,
             paid: false,
+            at_provider: None,
+        }
+    }
+
+    fn row(status: &str) -> Row {
+        let moment = |ms: u64| OffsetDateTime::UNIX_EPOCH + Duration::from_millis(ms);
+        Row {
+            id: order().id,
+            status: status.to_owned(),
+            expires_at: moment(DEADLINE_MS),
+            closed_at: (status == "closed").then(|| moment(10_100)),
+            committed_at: moment(10_100),
+            closed_by: Some("alarm".to_owned()),
+            closes: i64::from(status == "closed"),
+            settlements: 0,
+            unresolved_reason: None,
+            unresolved_at: None,
         }
     }
 
     fn late_ms(closed: u64, faults: &[CompletedFault]) -> u128 {
-        at(closed).since(excused_until(&order(), at(DEADLINE_MS), at(closed), faults, &[])).as_millis()
+        at(closed).since(excused_until(&order(), at(DEADLINE_MS), at(closed), (faults, &[]), None)).as_millis()
     }
 
     #[test]
@@ -499,7 +653,7 @@ mod tests {
         let kept =
             |article: &str, from, until| Declined { article: article.to_owned(), from: at(from), until: at(until) };
         let late_ms = |declined: &[Declined], faults: &[CompletedFault]| {
-            let excused_until = excused_until(&order(), at(DEADLINE_MS), at(11_050), faults, declined);
+            let excused_until = excused_until(&order(), at(DEADLINE_MS), at(11_050), (faults, declined), None);
             at(11_050).since(excused_until).as_millis()
         };
         assert_eq!(late_ms(&[kept("article-3", 10_600, 10_800)], &[]), 250);
@@ -552,9 +706,9 @@ mod tests {
     fn lateness_never_counts_from_uncommitted_deadline() {
         let mut record = order();
         record.confirmed_at = at(12_000);
-        assert_eq!(excused_until(&record, at(DEADLINE_MS), at(12_300), &[], &[]), at(12_000));
+        assert_eq!(excused_until(&record, at(DEADLINE_MS), at(12_300), (&[], &[]), None), at(12_000));
         // Closed before the shop learned of its commit.
-        assert_eq!(excused_until(&record, at(DEADLINE_MS), at(11_000), &[], &[]), at(11_000));
+        assert_eq!(excused_until(&record, at(DEADLINE_MS), at(11_000), (&[], &[]), None), at(11_000));
     }
 
     #[test]
@@ -564,5 +718,133 @@ mod tests {
         let broken = |affected| outside_faults(&[within, after], &[fault(9_000, 13_000, affected)]);
         assert_eq!(broken(Affected::All), [after]);
         assert_eq!(broken(Affected::None), [within, after], "a fault of the broker");
+    }
+    #[test]
+    fn provider_faults_excuse_their_orders_alone() {
+        let faults = [fault(9_000, 13_000, Affected::AtProvider)];
+        let at_provider = OrderRecord { at_provider: Some(AtProvider::NeverPaid), ..order() };
+        let late_ms = |record: &OrderRecord, deadline, closed| {
+            let excused = excused_until(record, at(deadline), at(closed), (&faults, &[]), Some(WAITS));
+            at(closed).since(excused).as_millis()
+        };
+        let without_lease = |record: &OrderRecord, deadline, closed| {
+            let waits = Waits { for_lease: Duration::ZERO, ..WAITS };
+            let excused = excused_until(record, at(deadline), at(closed), (&faults, &[]), Some(waits));
+            at(closed).since(excused).as_millis()
+        };
+        assert_eq!(without_lease(&order(), 10_000, 14_000), 4_000, "it has no attempt there");
+        assert_eq!(without_lease(&at_provider, 10_000, 14_000), 0);
+        assert_eq!(without_lease(&at_provider, 10_000, 17_500), 1_500, "the pauses were over");
+        assert_eq!(without_lease(&at_provider, 14_000, 16_500), 500, "the circuit breaker was open");
+        assert_eq!(without_lease(&at_provider, 16_100, 17_500), 1_400, "due behind it");
+        // The kind of the fault is one of the database, which loses leases.
+        assert_eq!(late_ms(&order(), 10_000, 42_000), 0);
+        assert_eq!(late_ms(&order(), 10_000, 44_000), 1_000);
+        assert_eq!(late_ms(&order(), 14_100, 16_000), 1_900, "due when it was over");
+    }
+
+    fn checked(record: &OrderRecord, row: &Row, truth: Truth, received: &HashMap<Uuid, ReceivedEvent>) -> Tally {
+        let (truth, late) = (|_| truth, HashSet::new());
+        let observations = Observations {
+            seed: 1,
+            records: &[],
+            completed: &[],
+            declined: &[],
+            quiet_periods: &[],
+            standstills: &[],
+            received,
+            late: &late,
+            provider: Some(AskedProvider { waits: WAITS, truth: &truth }),
+        };
+        let mut tally = Tally::default();
+        check_order(&mut tally, record, Some(row), &EventCounts::of(received), &observations);
+        tally
+    }
+
+    fn received(what: Announced) -> HashMap<Uuid, ReceivedEvent> {
+        let event = ReceivedEvent { order_id: order().id.to_string(), what, times: 1 };
+        [(Uuid::from_u128(70), event)].into()
+    }
+
+    fn at_provider(paid: bool) -> OrderRecord {
+        OrderRecord { at_provider: Some(AtProvider::NeverPaid), paid, ..order() }
+    }
+
+    #[test]
+    fn close_without_proof_is_violation() {
+        let check = |truth| checked(&at_provider(false), &row("closed"), truth, &received(Announced::Closed));
+        assert_eq!(check(Truth::Closed).violations, Vec::<String>::new());
+        let despite_money = check(Truth::Paid);
+        assert_eq!((despite_money.violations.len(), despite_money.provider.closed_despite_money), (1, 1));
+        let on_unknown = check(Truth::Open);
+        assert_eq!((on_unknown.violations.len(), on_unknown.provider.stock_released_on_unknown), (1, 1));
+    }
+
+    #[test]
+    fn settlement_is_announced_once_and_timely() {
+        let settled = Row { settlements: 1, ..row("paid") };
+        let check = |row: &Row, what| checked(&at_provider(true), row, Truth::Paid, &received(what));
+        let as_it_must_be = check(&settled, Announced::Settled);
+        assert_eq!((as_it_must_be.violations.len(), as_it_must_be.provider.settled_as_paid), (0, 1));
+        assert_eq!(as_it_must_be.lateness[0].0, Duration::from_millis(100));
+        assert_eq!(check(&settled, Announced::Unresolved).violations.len(), 1, "no event of it");
+        assert_eq!(check(&settled, Announced::Closed).paid_closed, 1);
+        let twice = check(&Row { settlements: 2, ..row("paid") }, Announced::Settled);
+        assert_eq!(twice.violations.len(), 1);
+    }
+
+    #[test]
+    fn every_pause_is_violation() {
+        let pauses = ["the worker on host (brake): the provider gave no usable answer".to_owned()];
+        assert_eq!(pause_violations(&pauses).count(), 1);
+        assert_eq!(pause_violations(&[]).count(), 0);
+    }
+
+    #[test]
+    fn order_left_open_is_lost() {
+        let open = checked(&at_provider(false), &row("closing"), Truth::Open, &HashMap::new());
+        assert_eq!((open.violations.len(), open.lost), (1, 1));
+        let plain = checked(&order(), &row("closing"), Truth::Open, &HashMap::new());
+        assert_eq!((plain.violations.len(), plain.lost), (1, 1), "without an attempt");
+    }
+
+    #[test]
+    fn listed_order_without_cause_is_violation() {
+        let unresolved_at = Some(OffsetDateTime::UNIX_EPOCH + Duration::from_secs(20));
+        let listed = Row { unresolved_reason: Some("no_answer".to_owned()), unresolved_at, ..row("closing") };
+        let check = |planned, what| {
+            let record = OrderRecord { at_provider: Some(planned), ..order() };
+            checked(&record, &listed, Truth::Open, &received(what))
+        };
+        assert_eq!(check(AtProvider::NeverAnswered, Announced::Unresolved).violations, Vec::<String>::new());
+        assert_eq!(check(AtProvider::NeverAnswered, Announced::Settled).violations.len(), 1, "not announced");
+        let without_cause = check(AtProvider::NeverPaid, Announced::Unresolved);
+        assert_eq!((without_cause.violations.len(), without_cause.provider.unresolved_without_cause), (1, 1));
+    }
+
+    #[test]
+    fn lease_excuse_is_counted() {
+        let late = OffsetDateTime::UNIX_EPOCH + Duration::from_secs(30);
+        let (row, received) = (Row { committed_at: late, ..row("closed") }, received(Announced::Closed));
+        let completed = [fault(10_500, 12_000, Affected::All)];
+        let lateness = |completed: &[CompletedFault]| {
+            let (truth, alarmed) = (|_| Truth::Closed, HashSet::new());
+            let observations = Observations {
+                seed: 1,
+                records: &[],
+                completed,
+                declined: &[],
+                quiet_periods: &[],
+                standstills: &[],
+                received: &received,
+                late: &alarmed,
+                provider: Some(AskedProvider { waits: WAITS, truth: &truth }),
+            };
+            let mut tally = Tally::default();
+            check_order(&mut tally, &order(), Some(&row), &EventCounts::of(&received), &observations);
+            (tally.lateness[0].0, tally.provider.waited_for_lease)
+        };
+        assert_eq!(lateness(&completed), (Duration::ZERO, 1));
+        assert_eq!(lateness(&[]), (Duration::from_secs(20), 0));
     }
 }

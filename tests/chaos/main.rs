@@ -10,6 +10,7 @@ mod faults;
 mod history;
 mod ledger;
 mod plan;
+mod provider_ledger;
 mod run;
 mod shop;
 mod workers;

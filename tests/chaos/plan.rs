@@ -73,6 +73,18 @@ pub enum Kind {
     AlarmsDoubled,
     /// Invalid messages, and alarms for no order or for orders paid or closed long ago.
     GarbageSent,
+    /// The payment provider is gone: its connections end, and new ones are refused.
+    ProviderStopped,
+    /// The payment provider accepts requests, and carries them out only at the end of the fault, without an answer in time.
+    ProviderHalted,
+    /// The payment provider answers HTTP 500.
+    ProviderFailing,
+    /// Something in front of the payment provider answers with a page of HTML.
+    ProviderHtml,
+    /// The payment provider answers slowly, but in time.
+    ProviderFarAway,
+    /// The payment provider carries requests out, and its answers are lost.
+    ProviderAnswersLost,
 }
 
 /// What a fault affects. Two overlapping faults have different targets.
@@ -83,6 +95,7 @@ pub enum Target {
     Rows,
     Workers,
     Messages,
+    Provider,
 }
 
 /// Which closes may be late, until one second after the fault.
@@ -94,10 +107,12 @@ pub enum Excuses {
     All,
     /// The orders with a row, or an article's row, locked by another session.
     Locked,
+    /// The orders with an attempt at the payment provider; no other order waits for it.
+    AtProvider,
 }
 
 impl Kind {
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 36] = [
         Self::BrokerKilled,
         Self::BrokerStopped,
         Self::BrokerHalted,
@@ -128,7 +143,18 @@ impl Kind {
         Self::DelayQueueDeleted,
         Self::AlarmsDoubled,
         Self::GarbageSent,
+        Self::ProviderStopped,
+        Self::ProviderHalted,
+        Self::ProviderFailing,
+        Self::ProviderHtml,
+        Self::ProviderFarAway,
+        Self::ProviderAnswersLost,
     ];
+
+    /// Those of a run with or without a payment provider.
+    fn deck(has_provider: bool) -> Vec<Self> {
+        Self::ALL.into_iter().filter(|kind| has_provider || kind.target() != Target::Provider).collect()
+    }
 
     pub fn target(self) -> Target {
         match self {
@@ -158,10 +184,17 @@ impl Kind {
             | Self::DelayQueueDeleted
             | Self::AlarmsDoubled
             | Self::GarbageSent => Target::Messages,
+            Self::ProviderStopped
+            | Self::ProviderHalted
+            | Self::ProviderFailing
+            | Self::ProviderHtml
+            | Self::ProviderFarAway
+            | Self::ProviderAnswersLost => Target::Provider,
         }
     }
 
-    /// Strict on purpose. A database that is slow or loses one answer is available: it excuses nothing.
+    /// Strict on purpose. A database that is slow or loses one answer is available: it excuses nothing. Nor does a payment
+    /// provider that is slow.
     pub fn excuses(self) -> Excuses {
         match self {
             Self::DatabaseKilled
@@ -173,6 +206,12 @@ impl Kind {
             | Self::DatabaseStalled
             | Self::EveryWorkerKilled => Excuses::All,
             Self::OrdersLocked | Self::StockLocked => Excuses::Locked,
+            Self::ProviderStopped
+            | Self::ProviderHalted
+            | Self::ProviderFailing
+            | Self::ProviderHtml
+            | Self::ProviderAnswersLost => Excuses::AtProvider,
+            Self::ProviderFarAway => Excuses::None,
             Self::DatabaseAnswersLost | Self::DatabaseFarAway => Excuses::None,
             Self::WorkerKilled | Self::WorkerHalted | Self::WorkerReplaced => Excuses::None,
             Self::BrokerKilled
@@ -196,6 +235,16 @@ impl Kind {
     /// Whether it may discard alarms that were safe.
     pub fn discards_alarms(self) -> bool {
         matches!(self, Self::QueuePurged | Self::QueueDeleted | Self::DelayQueueDeleted)
+    }
+
+    /// Whether a worker may lose leases: it, or the answer to the statement that took orders over, is gone. Such orders wait
+    /// until their leases are over (docs/decisions/0072-ask-before-closing.md).
+    pub fn loses_leases(self) -> bool {
+        match self.target() {
+            Target::Database => !matches!(self, Self::DatabaseAnswersLost | Self::DatabaseFarAway),
+            Target::Workers => self != Self::WorkerReplaced,
+            Target::Broker | Target::Rows | Target::Messages | Target::Provider => false,
+        }
     }
 
     /// The name in the report: `broker_killed`.
@@ -258,17 +307,19 @@ pub struct Step {
 #[derive(Debug)]
 pub struct Plan {
     rng: Rng,
+    has_provider: bool,
     deck: Vec<Kind>,
 }
 
 impl Plan {
-    pub fn of(seed: u64) -> Self {
-        Self { rng: Rng::with_seed(seed), deck: Vec::new() }
+    /// `has_provider`: whether the run has a payment provider.
+    pub fn of(seed: u64, has_provider: bool) -> Self {
+        Self { rng: Rng::with_seed(seed), has_provider, deck: Vec::new() }
     }
 
     fn deal(&mut self) -> Kind {
         if self.deck.is_empty() {
-            self.deck = Kind::ALL.to_vec();
+            self.deck = Kind::deck(self.has_provider);
             self.rng.shuffle(&mut self.deck);
         }
         self.deck.pop().expect("a deck just filled")
@@ -312,7 +363,11 @@ mod tests {
     use super::*;
 
     fn first(seed: u64, steps: usize) -> Vec<Step> {
-        Plan::of(seed).take(steps).collect()
+        Plan::of(seed, false).take(steps).collect()
+    }
+
+    fn first_with_provider(seed: u64, steps: usize) -> Vec<Step> {
+        Plan::of(seed, true).take(steps).collect()
     }
 
     #[test]
@@ -330,13 +385,15 @@ mod tests {
 
     #[test]
     fn every_kind_occurs_before_any_repeats() {
-        for seed in 0..50 {
-            let faults: Vec<Kind> =
-                first(seed, 200).iter().flat_map(|step| &step.faults).map(|fault| fault.kind).collect();
-            for round in faults.chunks_exact(Kind::ALL.len()) {
-                assert_eq!(round.iter().collect::<BTreeSet<_>>().len(), Kind::ALL.len(), "seed {seed}");
+        for (seed, has_provider) in (0..50).flat_map(|seed| [(seed, false), (seed, true)]) {
+            let steps = Plan::of(seed, has_provider).take(200);
+            let faults: Vec<Kind> = steps.flat_map(|step| step.faults).map(|fault| fault.kind).collect();
+            let kinds = Kind::deck(has_provider).len();
+            for round in faults.chunks_exact(kinds) {
+                assert_eq!(round.iter().collect::<BTreeSet<_>>().len(), kinds, "seed {seed}");
             }
         }
+        assert_eq!((Kind::deck(true).len(), Kind::deck(false).len()), (Kind::ALL.len(), 30));
     }
 
     #[test]
@@ -348,7 +405,7 @@ mod tests {
 
     #[test]
     fn simultaneous_faults_have_different_targets() {
-        let steps: Vec<Step> = (0..50).flat_map(|seed| first(seed, 100)).collect();
+        let steps: Vec<Step> = (0..50).flat_map(|seed| first_with_provider(seed, 100)).collect();
         let pairs: Vec<&Step> = steps.iter().filter(|step| step.faults.len() == 2).collect();
         assert!(pairs.len() * 10 > steps.len(), "{} of {} steps", pairs.len(), steps.len());
         for pair in pairs {
@@ -359,10 +416,14 @@ mod tests {
     }
 
     #[test]
-    fn broker_faults_excuse_no_late_close() {
+    fn faults_excuse_orders_of_their_target() {
         for kind in Kind::ALL {
             if matches!(kind.target(), Target::Broker | Target::Messages) {
                 assert_eq!(kind.excuses(), Excuses::None, "{kind:?}");
+                assert!(!kind.loses_leases(), "{kind:?}");
+            }
+            if kind.target() == Target::Provider {
+                assert!(matches!(kind.excuses(), Excuses::None | Excuses::AtProvider), "{kind:?}");
             }
         }
     }

@@ -12,13 +12,17 @@ use order_timeout::Settings;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::away::{COMING_BACK, consumers, meanwhile};
+use order_timeout_testkit::payment_service::PaymentService;
 use tokio::task::JoinSet;
 
 use crate::environment::{Environment, with_environment};
 use crate::event_listener::EventListener;
 use crate::faults::{CompletedFault, carry_out};
-use crate::ledger::{CheckResult, Observations, PROMISED, Report, check_run, outside_faults};
+use crate::ledger::{
+    AskedProvider, CheckResult, Observations, PROMISED, Report, check_run, outside_faults, pauses_of_closing,
+};
 use crate::plan::{Plan, Step};
+use crate::provider_ledger::{ProviderReport, Waits};
 use crate::shop::{Shop, ShopRecords};
 use crate::workers::WORKERS;
 
@@ -34,6 +38,9 @@ struct RunOptions {
     standing_still: Duration,
     /// How long the sweep waits for an alarm.
     grace: Duration,
+    /// Whether a payment provider is asked before an order is closed, and is among what breaks. Without one, orders are
+    /// closed in one statement.
+    has_provider: bool,
 }
 
 /// A period without faults that began when every worker was working again.
@@ -53,6 +60,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 /// In quiet periods, one of this many alarms may be late or undecided because of earlier faults.
 const FEW_ONE_IN: usize = 20;
+/// One of this many orders may have waited for a lease: a database that ends all sessions four times a second loses each
+/// page of orders that was taken over meanwhile.
+const LEASES_ONE_IN: usize = 8;
 /// The disk may stall for one part of this many of a run.
 const STANDSTILL_ONE_IN: u32 = 100;
 /// For a busy machine: the short run checks correctness, the long ones also lateness.
@@ -64,21 +74,29 @@ const STEPS_BETWEEN_QUIET_PERIODS: usize = 4;
 const QUIET_PERIOD: Duration = Duration::from_secs(6);
 /// A seed with varied and quick first faults.
 const SHORT_RUN_SEED: u64 = 4;
+/// The same for a run with a payment provider; three of them are faults of it.
+const SHORT_RUN_SEED_WITH_PROVIDER: u64 = 4;
 
 #[test]
 fn short_random_run_keeps_invariants() {
-    let length = Duration::from_secs(30);
-    run(
-        "short",
-        RunOptions {
-            seed: SHORT_RUN_SEED,
-            length,
-            orders_per_second: 20.0,
-            lateness: LENIENT_BOUND,
-            standing_still: LENIENT_BOUND,
-            grace: LENIENT_GRACE,
-        },
-    );
+    run("short", short_run(SHORT_RUN_SEED, false));
+}
+
+#[test]
+fn short_run_with_provider_keeps_invariants() {
+    run("short-with-provider", short_run(SHORT_RUN_SEED_WITH_PROVIDER, true));
+}
+
+fn short_run(seed: u64, has_provider: bool) -> RunOptions {
+    RunOptions {
+        seed,
+        length: Duration::from_secs(30),
+        orders_per_second: 20.0,
+        lateness: LENIENT_BOUND,
+        standing_still: LENIENT_BOUND,
+        grace: LENIENT_GRACE,
+        has_provider,
+    }
 }
 
 /// As long as `scripts/chaos` says.
@@ -89,14 +107,16 @@ fn long_random_run_keeps_invariants() {
     let length = Duration::from_secs_f64(60.0 * variable_or("MINUTES", 20.0));
     let orders_per_second = variable_or("RATE", 25.0);
     let (standing_still, grace) = (length / STANDSTILL_ONE_IN, Settings::defaults().sweep.grace);
-    let options = RunOptions { seed, length, orders_per_second, lateness: PROMISED, standing_still, grace };
-    run(&format!("seed-{seed}"), options);
+    let has_provider = variable_or("PROVIDER", true);
+    let options =
+        RunOptions { seed, length, orders_per_second, lateness: PROMISED, standing_still, grace, has_provider };
+    run(&format!("seed-{seed}{}", if has_provider { "" } else { "-without-provider" }), options);
 }
 
 fn variable_or<T: std::str::FromStr>(what: &str, default: T) -> T {
     let name = format!("ORDER_TIMEOUT_CHAOS_{what}");
     match std::env::var(&name) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, which is no number")),
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, which is no such value")),
         Err(_) => default,
     }
 }
@@ -104,6 +124,7 @@ fn variable_or<T: std::str::FromStr>(what: &str, default: T) -> T {
 fn run(name: &str, options: RunOptions) {
     with_environment(
         name,
+        options.has_provider.then(PaymentService::start),
         |settings| settings.sweep.grace = options.grace,
         move |environment| async move {
             let broken = run_and_check(&environment, options).await;
@@ -120,13 +141,14 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     meanwhile(|| environment.broker.flush_declarations());
     environment.workers.start_all().await;
     let publisher = environment.settings_through_proxy().publisher().connect().await.expect("a broker in order");
-    let shop = Shop::open(&environment.env, publisher, options.seed, options.orders_per_second).await;
+    let (provider, seed, rate) = (environment.provider.clone(), options.seed, options.orders_per_second);
+    let shop = Shop::open(&environment.env, publisher, provider, seed, rate).await;
 
     let FaultLog { completed, quiet_periods } = run_plan(environment, &shop, options).await;
     if environment.interrupted.is_cancelled() {
         return Vec::new();
     }
-    environment.print_line("no more faults: waiting until every order is closed and every event received");
+    environment.print_line("no more faults: waiting until every order has ended and every event is received");
     let shop_records = shop.shut().await;
     settle(environment, &listener).await;
     let codes = environment.workers.stop_all();
@@ -138,7 +160,11 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     write_file(&environment.logs, "standstills.log", &format!("{standstills:#?}\n"));
     let (quiet_periods, standstills) = (&quiet_periods[..], &standstills[..]);
     let (seed, received, late) = (options.seed, &received, &late);
-    let observations = Observations { seed, records, completed, declined, quiet_periods, standstills, received, late };
+    let truth = |id: uuid::Uuid| environment.provider.as_ref().expect("a provider").truth(&id.to_string());
+    let waits = Waits::of(&environment.env.settings);
+    let provider = waits.map(|waits| AskedProvider { waits, truth: &truth });
+    let observations =
+        Observations { seed, records, completed, declined, quiet_periods, standstills, received, late, provider };
     let mut result = check_run(&environment.env.pool, observations).await;
     if codes.iter().any(|code| *code != 0) {
         result.violations.push(format!("workers asked to stop ended with {codes:?}"));
@@ -167,6 +193,27 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     result.violations
 }
 
+/// What a run with a payment provider does not show, and what it shows too seldom.
+fn provider_gaps(report: &ProviderReport, orders: usize) -> Vec<String> {
+    let ProviderReport { closed, paid_by_callback, settled_as_paid, waited_for_lease, .. } = *report;
+    let unresolved = report.unresolved.values().sum();
+    let mut gaps = Vec::new();
+    for (how, count) in [
+        ("closed after it was asked", closed),
+        ("paid by a callback", paid_by_callback),
+        ("settled as paid", settled_as_paid),
+        ("listed for a person", unresolved),
+    ] {
+        if count == 0 {
+            gaps.push(format!("no order at the payment provider was {how}"));
+        }
+    }
+    if waited_for_lease * LEASES_ONE_IN > orders {
+        gaps.push(format!("{waited_for_lease} of {orders} orders waited for a lease, which is too many"));
+    }
+    gaps
+}
+
 /// Why a run proves less than it seems to: too few orders or faults, or faults without a target.
 fn coverage_gaps(options: RunOptions, report: &Report, completed: &[CompletedFault]) -> Vec<String> {
     let seconds = options.length.as_secs_f64();
@@ -182,6 +229,7 @@ fn coverage_gaps(options: RunOptions, report: &Report, completed: &[CompletedFau
     if report.alarms_owed == 0 {
         coverage_gaps.push("no order fell due in a quiet period, so alarms were not checked".to_owned());
     }
+    coverage_gaps.extend(report.provider.iter().flat_map(|provider| provider_gaps(provider, report.orders)));
     let mut hits = BTreeMap::<String, usize>::new();
     for fault in completed {
         if let Some(some) = fault.hits {
@@ -203,7 +251,7 @@ struct FaultLog {
 /// Runs the plan until the time is up.
 async fn run_plan(environment: &Arc<Environment>, shop: &Shop, options: RunOptions) -> FaultLog {
     let (began, mut printed_at, mut fault_log) = (Instant::now(), Instant::now(), FaultLog::default());
-    for (number, step) in Plan::of(options.seed).enumerate() {
+    for (number, step) in Plan::of(options.seed, options.has_provider).enumerate() {
         if number % STEPS_BETWEEN_QUIET_PERIODS == STEPS_BETWEEN_QUIET_PERIODS - 1 {
             fault_log.quiet_periods.push(quiet_period(environment).await);
         }
@@ -216,6 +264,11 @@ async fn run_plan(environment: &Arc<Environment>, shop: &Shop, options: RunOptio
         let what: Vec<String> = done.iter().map(CompletedFault::to_string).collect();
         environment.print_line(&format!("{:7.1} s  {}", began.elapsed().as_secs_f64(), what.join(", beside ")));
         fault_log.completed.extend(done);
+        // Nothing would be closed any more. The checks report it.
+        if let Some(pause) = pause_of_closing(environment).await {
+            environment.print_line(&format!("the run ends early, because closing was paused: {pause}"));
+            break;
+        }
         if printed_at.elapsed() > PROGRESS_INTERVAL {
             printed_at = Instant::now();
             environment.print_line(&progress(shop, fault_log.completed.len()));
@@ -250,8 +303,16 @@ async fn unsettled_reason(environment: &Environment) -> Option<String> {
     let unsent = "SELECT count(*) FROM alarm_outbox
                   WHERE sent_at IS NULL AND created_at < clock_timestamp() - interval '1 s'";
     let unsent = count(&env, unsent).await;
+    if let Some(pause) = pause_of_closing(environment).await {
+        return Some(format!("closing was paused: {pause}"));
+    }
     let all_works = usize::try_from(open_sessions) == Ok(WORKERS) && overdue == Some(0) && unsent == Some(0);
     (!all_works).then(|| format!("{open_sessions} sessions, {overdue:?} orders overdue, {unsent:?} alarms unsent"))
+}
+
+/// The first pause of closing, if there is one and the database answers.
+async fn pause_of_closing(environment: &Environment) -> Option<String> {
+    pauses_of_closing(&environment.env.pool).await.ok()?.into_iter().next()
 }
 
 /// Orders still open this long after they fell due, if the database answers.
@@ -289,16 +350,21 @@ fn progress(shop: &Shop, faults: usize) -> String {
     )
 }
 
-/// Waits until nothing is unpaid, every event is sent, and each was received. The checks report what is still missing
+/// Orders that are neither closed nor paid nor listed for a person.
+const OPEN: &str = "SELECT count(*) FROM orders o
+    LEFT JOIN close_attempts c ON c.kind = 'order' AND c.order_id = o.id::text AND c.unresolved_at IS NOT NULL
+    WHERE o.status = 'unpaid' OR o.status = 'closing' AND c.order_id IS NULL";
+
+/// Waits until every order has ended, every event is sent, and each was received. The checks report what is still missing
 /// after a time limit.
 pub async fn settle(environment: &Environment, listener: &EventListener) {
     let began = Instant::now();
     let count = async |sql| count(&environment.env, sql).await;
     while began.elapsed() < COMING_BACK && !environment.interrupted.is_cancelled() {
-        let unpaid = count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
+        let open = count(OPEN).await;
         let unsent = count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
         let events = count("SELECT count(*) FROM event_outbox").await;
-        if (unpaid, unsent, events) == (Some(0), Some(0), Some(listener.count())) {
+        if (open, unsent, events) == (Some(0), Some(0), Some(listener.count())) {
             return;
         }
         environment.wait(Duration::from_millis(200)).await;

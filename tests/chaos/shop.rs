@@ -2,16 +2,20 @@
 //! does not know to have succeeded. It keeps records of what it was told is committed, and the tables are checked
 //! against those.
 //!
-//! It reaches the database directly and the broker through the same proxy as the workers.
+//! It reaches the database directly and the broker through the same proxy as the workers. Its customers pay at the payment
+//! provider whatever the provider's interface for the workers is doing.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use order_timeout::loop_backoff::Backoff;
 use order_timeout_client::Publisher;
-use order_timeout_client::postgres::{self, Timestamptz};
+use order_timeout_client::payment::{Attempt, Currency, Money};
+use order_timeout_client::postgres::{self, Timestamptz, payment_received};
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::payment_service::{Fault, PaymentService};
 use order_timeout_testkit::{TestEnv, checkout};
 use secrecy::ExposeSecret;
 use sqlx::postgres::PgPoolOptions;
@@ -20,10 +24,19 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::history::{ARTICLES, Change, History, Payment, ScheduleMethod};
+use crate::environment::PROVIDER;
+use crate::history::{ARTICLES, AtProvider, Change, History, Payment, ScheduleMethod};
 
 /// The initial stock of each article.
 pub const IN_STOCK: i64 = 1_000_000;
+/// Far longer than a fault and the queue for connections behind it. On a busy machine, an operation that gets its turn just
+/// before its time is over does not open a connection any more, and neither does any that queues behind it.
+const ACQUIRED_WITHIN: Duration = Duration::from_secs(30);
+/// How long after the last order was taken the shop must have finished with all: the longest delay, and the time in which
+/// an operation succeeds at the latest on a busy machine.
+const LAST_ORDER: Duration = Duration::from_secs(90);
+/// What an order with an attempt at the payment provider costs.
+const PRICE_MINOR: i64 = 1_999;
 /// How long before its time a payment opens its transaction.
 const OPEN_BEFORE: Duration = Duration::from_millis(4);
 /// More than are busy at once on a healthy database; few enough not to overload one that has just come back.
@@ -45,7 +58,9 @@ pub struct OrderRecord {
     pub alarmed_at: Option<Timestamp>,
     /// A payment locks its row around the deadline.
     pub contested: bool,
+    /// Paid in the tables; with an attempt at the payment provider: there.
     pub paid: bool,
+    pub at_provider: Option<AtProvider>,
 }
 
 /// The time in which a finally declined payment locked its article's stock, for every order of this article.
@@ -85,8 +100,11 @@ pub struct Shop {
 struct Shared {
     pool: PgPool,
     publisher: Publisher,
+    provider: Option<Arc<PaymentService>>,
     counters: Arc<Counters>,
     declined: Mutex<Vec<Declined>>,
+    /// Orders that the shop still has something to do with: what was begun last.
+    busy: Mutex<BTreeMap<u64, String>>,
 }
 
 pub fn article_name(number: usize) -> String {
@@ -94,16 +112,24 @@ pub fn article_name(number: usize) -> String {
 }
 
 impl Shop {
-    /// Creates this many orders a second. The publisher may be behind a failing proxy.
-    pub async fn open(env: &TestEnv, publisher: Publisher, seed: u64, orders_per_second: f64) -> Self {
+    /// Creates this many orders a second. The publisher may be behind a failing proxy. With a payment provider, a third of
+    /// the orders have an attempt there.
+    pub async fn open(
+        env: &TestEnv,
+        publisher: Publisher,
+        provider: Option<Arc<PaymentService>>,
+        seed: u64,
+        orders_per_second: f64,
+    ) -> Self {
         for article in 0..ARTICLES {
             env.stock(&article_name(article), IN_STOCK).await;
         }
-        let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(Duration::from_secs(5));
+        let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(ACQUIRED_WITHIN);
         let pool = pool.connect(env.settings.database.url.expose_secret()).await.unwrap();
         let (counters, stop) = (Arc::<Counters>::default(), CancellationToken::new());
-        let counter = Arc::new(Shared { pool, publisher, counters: counters.clone(), declined: Mutex::default() });
-        let running = tokio::spawn(take_orders(counter, seed, orders_per_second, stop.clone()));
+        let (declined, busy) = (Mutex::default(), Mutex::default());
+        let shared = Arc::new(Shared { pool, publisher, provider, counters: counters.clone(), declined, busy });
+        let running = tokio::spawn(take_orders(shared, seed, orders_per_second, stop.clone()));
         Self { counters, stop, running }
     }
 
@@ -123,9 +149,16 @@ async fn take_orders(shop: Arc<Shared>, seed: u64, orders_per_second: f64, stop:
             _ = beat.tick() => {}
         }
         let shared = shop.clone();
-        records.spawn(async move { shared.run_order(History::of(seed, number)).await });
+        let history = History::of(seed, number, shared.provider.is_some());
+        records.spawn(async move {
+            shared.busy.lock().unwrap().insert(number, format!("{history:?}"));
+            let record = shared.run_order(history).await;
+            shared.busy.lock().unwrap().remove(&number);
+            record
+        });
     }
-    let records = records.join_all().await;
+    let records = tokio::time::timeout(LAST_ORDER, records.join_all()).await;
+    let records = records.unwrap_or_else(|_| panic!("the shop does not finish {:#?}", shop.busy.lock().unwrap()));
     let declined = std::mem::take(&mut *shop.declined.lock().unwrap());
     ShopRecords { records, declined }
 }
@@ -136,15 +169,15 @@ impl Shared {
         self.counters.taken.fetch_add(1, Ordering::Relaxed);
         record.alarmed_at = self.alarmed(&record, history.method).await;
         self.change(&history, &mut record).await;
-        self.pay_as_planned(&history, &mut record).await;
+        match history.at_provider {
+            Some(planned) => self.pay_at_provider(planned, &mut record).await,
+            None => self.pay_as_planned(&history, &mut record).await,
+        }
         record
     }
 
     /// Repeats an operation until it is known to have succeeded.
-    async fn retry_until_done<T, F: Future<Output = Result<T, sqlx::Error>>>(
-        &self,
-        mut attempt: impl FnMut() -> F,
-    ) -> T {
+    async fn retry_until_done<T, E, F: Future<Output = Result<T, E>>>(&self, mut attempt: impl FnMut() -> F) -> T {
         let mut backoff = Backoff::new();
         loop {
             match attempt().await {
@@ -157,6 +190,9 @@ impl Shared {
 
     async fn create(&self, history: &History) -> OrderRecord {
         let (id, article) = (Uuid::now_v7(), article_name(history.article));
+        if let (Some(AtProvider::NeverAnswered), Some(provider)) = (history.at_provider, &self.provider) {
+            provider.fail(&id.to_string(), Some(Fault::Error));
+        }
         let deadline = self.retry_until_done(|| self.commit_order(id, &article, history)).await;
         let contested = history.payment.is_at_the_deadline();
         let confirmed_at = Timestamp::now_by_local_clock();
@@ -169,6 +205,7 @@ impl Shared {
             alarmed_at: None,
             contested,
             paid: false,
+            at_provider: history.at_provider,
         }
     }
 
@@ -184,6 +221,9 @@ impl Shared {
         let mut transaction = self.pool.begin().await?;
         let taken = checkout::take_orders(&mut transaction, &[id], article, history.delay).await?;
         let deadline = taken.first().ok_or(sqlx::Error::RowNotFound)?.1;
+        if history.at_provider.is_some() {
+            begin_attempt(&mut transaction, id).await?;
+        }
         write_alarm(&mut transaction, history.method, id, deadline).await?;
         transaction.commit().await?;
         Ok(deadline)
@@ -252,6 +292,38 @@ impl Shared {
         Ok(deadline)
     }
 
+    /// The customer pays at the provider, which reports it or does not.
+    async fn pay_at_provider(&self, planned: AtProvider, record: &mut OrderRecord) {
+        let left = || record.deadline.since(Timestamp::now_by_local_clock());
+        let (at, callback) = match planned {
+            AtProvider::NeverPaid | AtProvider::NeverAnswered => return,
+            AtProvider::Paid { after, callback } => (record.deadline - left().mul_f64(1.0 - after), Some(callback)),
+            AtProvider::DeadWebhook { after } => (record.deadline - left().mul_f64(1.0 - after), None),
+            AtProvider::Race { after, callback } => {
+                (record.deadline - AtProvider::RACE_BEGINS_BEFORE + after, callback)
+            }
+        };
+        wait_until(at).await;
+        let provider = self.provider.as_ref().expect("a history at a provider is for runs that have one");
+        record.paid = provider.pay(&record.id.to_string());
+        if matches!(planned, AtProvider::Race { .. }) {
+            self.count_race(record.paid);
+        }
+        self.counters.paid.fetch_add(usize::from(record.paid), Ordering::Relaxed);
+        if let (true, Some(callback)) = (record.paid, callback) {
+            wait_until(at + callback).await;
+            self.report_payment(record.id).await;
+        }
+    }
+
+    /// What the provider's callback does.
+    async fn report_payment(&self, id: Uuid) {
+        let money = Money { amount_minor: PRICE_MINOR, currency: Currency::new("EUR").expect("a currency") };
+        let attempt = Attempt { provider: PROVIDER.to_owned(), reference: id.to_string(), money };
+        // What it has found is read from the tables.
+        let _ = self.retry_until_done(|| payment_received(&self.pool, id.to_string(), &attempt)).await;
+    }
+
     async fn pay_as_planned(&self, history: &History, record: &mut OrderRecord) {
         let at = match history.payment {
             Payment::Never => return,
@@ -279,9 +351,13 @@ impl Shared {
         let counters = &self.counters;
         counters.paid.fetch_add(usize::from(paid), Ordering::Relaxed);
         if matches!(payment, Payment::LastMillisecond(_) | Payment::DuringTheClose(_)) {
-            let which = if paid { &counters.paid_at_deadline } else { &counters.paid_too_late };
-            which.fetch_add(1, Ordering::Relaxed);
+            self.count_race(paid);
         }
+    }
+
+    fn count_race(&self, paid: bool) {
+        let which = if paid { &self.counters.paid_at_deadline } else { &self.counters.paid_too_late };
+        which.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns whether the order is paid.
@@ -321,6 +397,22 @@ impl Shared {
         wait_until(at).await;
         Ok(transaction)
     }
+}
+
+/// Before the customer is sent to the provider: what the order costs, and the attempt, with the order's id as its
+/// reference.
+async fn begin_attempt(transaction: &mut PgConnection, id: Uuid) -> Result<(), sqlx::Error> {
+    sqlx::query(
+        "WITH priced AS (UPDATE orders SET amount_minor = $2, currency = 'EUR' WHERE id = $1 AND amount_minor IS NULL)
+         INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+         VALUES ($3, $1::text, $1::text, $2, 'EUR') ON CONFLICT DO NOTHING",
+    )
+    .bind(id)
+    .bind(PRICE_MINOR)
+    .bind(PROVIDER)
+    .execute(transaction)
+    .await
+    .map(drop)
 }
 
 async fn write_alarm(

@@ -135,7 +135,8 @@ impl Workers {
         self.unexpected_exits.lock().unwrap().clone()
     }
 
-    /// Orders that got their alarm after they had been closed, according to the workers' logs.
+    /// Orders that got their alarm after they had been closed, or claimed for the closing protocol with a payment provider,
+    /// according to the workers' logs; and every order that an alarm claimed.
     pub fn orders_alarmed_after_close(&self) -> HashSet<Uuid> {
         let logs = std::fs::read_dir(&self.logs).expect("the folder of logs").map(|entry| entry.unwrap().path());
         let texts = logs.filter_map(|log| std::fs::read_to_string(log).ok());
@@ -159,7 +160,8 @@ impl Workers {
 
 /// The order of which this log line says so.
 fn orders_alarmed_after_close(line: &str) -> Option<Uuid> {
-    let is_it = line.contains(r#"outcome="already_closed""#) && line.contains(r#"asked_by="alarm""#);
+    let outcomes = [r#"outcome="already_closed""#, r#"outcome="closing""#];
+    let is_it = outcomes.iter().any(|outcome| line.contains(outcome)) && line.contains(r#"asked_by="alarm""#);
     let (_, behind) = line.split_once("order_id=").filter(|_| is_it)?;
     behind.split(' ').next()?.parse().ok()
 }

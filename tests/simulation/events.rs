@@ -65,6 +65,7 @@ events! { always {
     ClosingPaused,
     ClosingResumed,
     StartedWhilePaused,
+    BrakeTripped,
     // Workers.
     Restarted,
     CrashedAtWork,

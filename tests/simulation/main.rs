@@ -11,13 +11,15 @@ mod world;
 
 use std::cell::RefCell;
 
+use order_timeout_core::brake::Bounds;
+use proptest::prelude::{Just, prop_oneof};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRunner};
 
 use events::{Counts, Event};
 use oracle::{check, settle};
 use steps::{MAX_STEPS, MIN_STEPS, Step, step, step_with_provider, take};
-use world::{Mutant, WORKERS, World};
+use world::{BrakeSetup, Mutant, WORKERS, World};
 
 /// Histories of a usual run.
 const HISTORIES: u32 = 2_000;
@@ -28,10 +30,47 @@ const MAX_SHRINK_MS: u32 = 5_000;
 /// The minimum percentage of histories in which each kind of event must occur.
 const MIN_PERCENT: u64 = 5;
 
+/// What happens, and the brake if there is one.
+type History = (Vec<Step>, Option<BrakeSetup>);
+
+/// What all histories of a test have in common.
+#[derive(Debug, Clone, Copy)]
+struct Setup {
+    mutant: Mutant,
+    has_provider: bool,
+    pauses: Pauses,
+}
+
+impl Setup {
+    fn of(mutant: Mutant, has_provider: bool) -> Self {
+        Self { mutant, has_provider, pauses: Pauses::ByPersonOrBrake }
+    }
+}
+
+/// What pauses closing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pauses {
+    /// A person does, or the brake, in the histories that have one.
+    ByPersonOrBrake,
+    /// Nothing but the brake, which each history has.
+    ByBrake,
+}
+
+/// Bounds that a history can exceed.
+fn brake() -> impl Strategy<Value = BrakeSetup> {
+    (2..=3_u32, 1..=3_u32, 5..=30_u32, 0.2..1.0_f64, 0.3..0.9_f64).prop_map(
+        |(times_usual, floor, sample, closes_per_minute, paid_share)| BrakeSetup {
+            bounds: Bounds { times_usual, floor, sample },
+            closes_per_minute,
+            paid_share,
+        },
+    )
+}
+
 /// Plays a history to its end. Events while everything settles are not counted: that every order is closed then tells
 /// nothing about the steps before.
-fn play(mutant: Mutant, has_provider: bool, steps: &[Step], counts: &RefCell<Counts>) -> Result<(), String> {
-    let mut world = World::new(mutant, has_provider);
+fn play(setup: Setup, steps: &[Step], brake: Option<BrakeSetup>, counts: &RefCell<Counts>) -> Result<(), String> {
+    let mut world = World::new(setup.mutant, setup.has_provider, brake);
     (0..WORKERS).for_each(|worker| world.start(worker));
     for step in steps {
         take(&mut world, step)?;
@@ -41,13 +80,8 @@ fn play(mutant: Mutant, has_provider: bool, steps: &[Step], counts: &RefCell<Cou
     settle(&mut world)
 }
 
-/// Plays histories until one breaks a rule; returns the reason, with the shortest steps found that show it.
-fn violation(
-    mutant: Mutant,
-    has_provider: bool,
-    histories: u32,
-    counts: &RefCell<Counts>,
-) -> Option<(String, Vec<Step>)> {
+/// Plays histories until one breaks a rule; returns the reason, with the shortest steps found that show it, and the brake.
+fn violation(setup: Setup, histories: u32, counts: &RefCell<Counts>) -> Option<(String, History)> {
     let config = Config {
         cases: histories,
         failure_persistence: None,
@@ -58,12 +92,24 @@ fn violation(
         ..Config::default()
     };
     let mut runner = TestRunner::new(config);
-    let step = if has_provider { step_with_provider().boxed() } else { step().boxed() };
+    let step = if setup.has_provider { step_with_provider().boxed() } else { step().boxed() };
+    let by_brake = setup.pauses == Pauses::ByBrake;
+    let step =
+        step.prop_filter("no person pauses closing", move |step| !by_brake || !matches!(step, Step::PauseClosing));
     let steps = proptest::collection::vec(step, MIN_STEPS..=MAX_STEPS);
-    let played = runner.run(&steps, |steps| play(mutant, has_provider, &steps, counts).map_err(TestCaseError::fail));
+    let brake = match setup.pauses {
+        // Fewer with a provider, so that pauses leave time for the rest of the protocol.
+        Pauses::ByPersonOrBrake if setup.has_provider => {
+            prop_oneof![6 => Just(None), 1 => brake().prop_map(Some)].boxed()
+        }
+        Pauses::ByPersonOrBrake => prop_oneof![1 => Just(None), 1 => brake().prop_map(Some)].boxed(),
+        Pauses::ByBrake => brake().prop_map(Some).boxed(),
+    };
+    let played =
+        runner.run(&(steps, brake), |(steps, brake)| play(setup, &steps, brake, counts).map_err(TestCaseError::fail));
     match played {
         Ok(()) => None,
-        Err(TestError::Fail(why, steps)) => Some((why.to_string(), steps)),
+        Err(TestError::Fail(why, history)) => Some((why.to_string(), history)),
         Err(aborted) => panic!("{aborted}"),
     }
 }
@@ -73,8 +119,8 @@ fn must_keep_invariants(has_provider: bool, events: &[Event]) {
     let usual = if has_provider { HISTORIES_WITH_PROVIDER } else { HISTORIES };
     let histories = std::env::var("SIMULATED_HISTORIES").ok().map_or(usual, |text| text.parse().expect("a number"));
     let counts = RefCell::default();
-    if let Some((why, steps)) = violation(Mutant::Sound, has_provider, histories, &counts) {
-        panic!("{why}; {steps:?}");
+    if let Some((why, history)) = violation(Setup::of(Mutant::Sound, has_provider), histories, &counts) {
+        panic!("{why}; {history:?}");
     }
     let counts = counts.into_inner();
     counts.print(events);
@@ -93,11 +139,15 @@ fn every_interleaving_with_provider_keeps_invariants() {
 }
 
 fn must_be_found(mutant: Mutant) {
-    let (counts, has_provider) = (RefCell::default(), mutant.needs_provider());
-    let (why, steps) =
-        violation(mutant, has_provider, 100_000, &counts).unwrap_or_else(|| panic!("{mutant:?} was not found"));
-    println!("{mutant:?}: {why}; {steps:?}");
-    assert_eq!(play(Mutant::Sound, has_provider, &steps, &counts), Ok(()), "only the mutant fails");
+    must_be_found_in(Setup::of(mutant, mutant.needs_provider()));
+}
+
+fn must_be_found_in(setup: Setup) {
+    let counts = RefCell::default();
+    let (why, history) = violation(setup, 100_000, &counts).unwrap_or_else(|| panic!("{setup:?} was not found"));
+    println!("{:?}: {why}; {history:?}", setup.mutant);
+    let sound = Setup { mutant: Mutant::Sound, ..setup };
+    assert_eq!(play(sound, &history.0, history.1, &counts), Ok(()), "only the mutant fails");
 }
 
 #[test]
@@ -173,6 +223,12 @@ fn finds_alarms_held_too_long() {
 #[test]
 fn finds_brake_forgotten_on_restart() {
     must_be_found(Mutant::BrakeForgetsOnRestart);
+}
+
+#[test]
+fn finds_trip_forgotten_on_restart() {
+    let setup = Setup { pauses: Pauses::ByBrake, ..Setup::of(Mutant::BrakeForgetsOnRestart, false) };
+    must_be_found_in(setup);
 }
 
 #[test]

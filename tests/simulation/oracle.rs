@@ -84,6 +84,8 @@ struct Calm {
     began: Timestamp,
     /// Whether any order can be closed in it.
     is_healthy: bool,
+    /// How often closing was paused before it. The brake may trip in it.
+    pauses_before: u32,
     /// How long the sweep leaves an order to its alarm: if no alarm can be delivered, only until a batch has lingered.
     grace: Duration,
     /// By how much the workers' time is behind. They hold an alarm for longer by that, and the sweep leaves an order to
@@ -105,7 +107,8 @@ impl Calm {
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();
         let (began, behind, with_timely_alarm) =
             (world.database_time(), world.workers_are_behind(), world.with_timely_alarm());
-        Self { began, is_healthy, grace, behind, closed_before, with_timely_alarm }
+        let pauses_before = world.pauses();
+        Self { began, is_healthy, pauses_before, grace, behind, closed_before, with_timely_alarm }
     }
 
     /// When an order must be closed at the latest, and by which path; `None` if it had an obstacle before, or is not to
@@ -128,6 +131,9 @@ impl Calm {
     }
 
     fn check(&self, world: &World) -> Result<(), String> {
+        if world.pauses() > self.pauses_before {
+            return Ok(());
+        }
         let now = world.database_time();
         for (order_id, row) in &world.rows {
             let Some((by, path)) = self.must_be_closed_by(order_id, row) else { continue };
@@ -142,6 +148,9 @@ impl Calm {
 
     /// Records which orders fell due in it and were closed.
     fn note(&self, world: &mut World) {
+        if world.pauses() > self.pauses_before {
+            return;
+        }
         let mut events = Vec::new();
         for (order_id, row) in &world.rows {
             let Some((_, closed_by)) = row.closed else { continue };
@@ -192,7 +201,7 @@ fn run_to_next_event(world: &mut World, calm: &Calm, end: Timestamp) -> Result<(
 }
 
 /// Ends every fault; then every unpaid order must be closed, on time if it had no obstacle before, and the workers must
-/// consume again. With a provider, an order may also be settled as paid, or be listed for a person.
+/// consume again. If the brake trips, closing is resumed, and the same holds from then on. With a provider, an order may also be settled as paid, or be listed for a person.
 ///
 /// # Errors
 /// If they are not.
@@ -201,9 +210,13 @@ pub fn settle(world: &mut World) -> Result<(), String> {
     (0..WORKERS).for_each(|worker| world.start(worker));
     let has_ended = |world: &World, (id, row): (&OrderId, &Row)| !row.is_open() || world.is_unresolved(id);
     let is_settled = |world: &World| world.rows.iter().all(|row| has_ended(world, row)) && world.all_are_consuming();
-    let (calm, end) = (Calm::begin(world), world.now() + CALM_WHILE_SETTLING);
+    let (mut calm, end) = (Calm::begin(world), world.now() + CALM_WHILE_SETTLING);
     while world.now() < end && !is_settled(world) {
         run_to_next_event(world, &calm, end)?;
+        if world.closing_is_paused() {
+            world.resume_closing();
+            calm = Calm::begin(world);
+        }
         // Restarts the workers that were about to stop.
         (0..WORKERS).for_each(|worker| world.start(worker));
     }
@@ -211,6 +224,7 @@ pub fn settle(world: &mut World) -> Result<(), String> {
         if is_settled(world) {
             return Ok(());
         }
+        world.resume_closing();
         world.skip(COARSE_STEP)?;
         check(world)?;
     }

@@ -1,10 +1,11 @@
 //! A payment service behind the HTTP contract of `docs/PROVIDERS.md`, on a local port: with a truth for each attempt,
-//! and with faults.
+//! with faults of single attempts, and with outages of the whole service.
 //!
 //! On a thread of its own, so that settings can name it before an environment exists. Checks no signature.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -15,7 +16,8 @@ use order_timeout_providers::settings::{HttpSettings, LimitsSettings};
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// What the service knows of an attempt. One that it was never told of is open.
@@ -38,6 +40,22 @@ pub enum Fault {
     Hang,
 }
 
+/// How the whole service fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outage {
+    /// Its process is gone: connections end, and new ones are refused.
+    Refusing,
+    /// It accepts requests and does nothing with them until the outage is over. Then it carries them out, also those whose
+    /// clients have given up.
+    Hanging,
+    /// It answers HTTP 500, and does nothing.
+    Failing,
+    /// Something in front of it answers HTTP 200 with a page of HTML.
+    Html,
+    /// It carries requests out, and the connection ends before the answer.
+    LosingAnswers,
+}
+
 #[derive(Debug, Default)]
 struct State {
     truths: HashMap<String, Truth>,
@@ -49,36 +67,50 @@ struct State {
     cancelled: usize,
 }
 
+/// What the service's connections share.
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    outage: watch::Sender<Option<Outage>>,
+    /// Requests that have met an outage.
+    failed: AtomicUsize,
+}
+
 /// A running service. Ends when dropped.
 #[derive(Debug)]
 pub struct PaymentService {
     address: SocketAddr,
     token: NamedTempFile,
-    state: Arc<Mutex<State>>,
+    shared: Arc<Shared>,
     end: CancellationToken,
+    /// Bound, and never listening: keeps the port for the time in which connections are refused.
+    _port: TcpSocket,
 }
 
 impl PaymentService {
     /// Starts it on a free port.
     pub fn start() -> Self {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        listener.set_nonblocking(true).expect("a socket that tokio can use");
-        let address = listener.local_addr().expect("it is bound");
-        let (state, end) = (Arc::<Mutex<State>>::default(), CancellationToken::new());
-        let (told, ends) = (state.clone(), end.clone());
+        let port = reusable_socket("127.0.0.1:0".parse().expect("an address"));
+        let address = port.local_addr().expect("it is bound");
+        let shared =
+            Arc::new(Shared { state: Mutex::default(), outage: watch::Sender::new(None), failed: AtomicUsize::new(0) });
+        let (told, end, (listening, listens)) = (shared.clone(), CancellationToken::new(), std::sync::mpsc::channel());
+        let ends = end.clone();
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
             runtime.block_on(async move {
-                let listener = TcpListener::from_std(listener).expect("a listener");
+                let listener = listen(address);
+                listening.send(()).expect("the starting thread waits");
                 tokio::select! {
                     () = ends.cancelled() => {}
-                    () = serve(listener, told) => {}
+                    () = serve(address, listener, told) => {}
                 }
             });
         });
+        listens.recv().expect("it listens");
         let token = NamedTempFile::new().expect("a file for the token");
         std::fs::write(token.path(), "a-token-of-the-tests\n").expect("the token is written");
-        Self { address, token, state, end }
+        Self { address, token, shared, end, _port: port }
     }
 
     /// Has orders of the default kind asked about at this service, besides those that are named already. `limits`: as in
@@ -96,7 +128,7 @@ impl PaymentService {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no holder panics")
+        self.shared.state.lock().expect("no holder panics")
     }
 
     /// A customer pays. Returns whether the service took the money.
@@ -125,6 +157,21 @@ impl PaymentService {
     /// Closes every connection without an answer, or no longer.
     pub fn set_dead(&self, is_dead: bool) {
         self.state().is_dead = is_dead;
+    }
+
+    /// Begins an outage, or ends it. It has ended when [`Self::is_listening`].
+    pub fn set_outage(&self, outage: Option<Outage>) {
+        self.shared.outage.send_replace(outage);
+    }
+
+    /// Whether it accepts connections.
+    pub fn is_listening(&self) -> bool {
+        std::net::TcpStream::connect(self.address).is_ok()
+    }
+
+    /// How many requests have met an outage so far; refused connections are not among them.
+    pub fn failed_requests(&self) -> usize {
+        self.shared.failed.load(Ordering::SeqCst)
     }
 
     /// Answers after this pause.
@@ -157,52 +204,101 @@ pub fn wide_limits() -> LimitsSettings {
     }
 }
 
-async fn serve(listener: TcpListener, state: Arc<Mutex<State>>) {
+/// A socket on this address that lets other sockets have it too, as long as only one listens.
+fn reusable_socket(address: SocketAddr) -> TcpSocket {
+    let socket = TcpSocket::new_v4().expect("a socket");
+    socket.set_reuseaddr(true).expect("an option of sockets");
+    socket.bind(address).expect("a free port");
+    socket
+}
+
+fn listen(address: SocketAddr) -> TcpListener {
+    reusable_socket(address).listen(1_024).expect("a port on which no other socket listens")
+}
+
+async fn serve(address: SocketAddr, listener: TcpListener, shared: Arc<Shared>) {
+    let (mut listener, mut outage) = (Some(listener), shared.outage.subscribe());
     loop {
-        let Ok((stream, _)) = listener.accept().await else { continue };
-        let state = state.clone();
-        // An error ends this connection alone.
-        tokio::spawn(async move { drop(answer_all(stream, &state).await) });
+        if *outage.borrow_and_update() == Some(Outage::Refusing) {
+            listener = None;
+        } else {
+            listener = Some(listener.unwrap_or_else(|| listen(address)));
+        }
+        let accepted = async {
+            match &listener {
+                Some(listener) => listener.accept().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = outage.changed() => {}
+            accepted = accepted => {
+                let Ok((stream, _)) = accepted else { continue };
+                let shared = shared.clone();
+                // An error ends this connection alone.
+                tokio::spawn(async move { drop(answer_all(stream, &shared).await) });
+            }
+        }
     }
 }
 
-async fn answer_all(stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
-    let mut stream = BufReader::new(stream);
+async fn answer_all(stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
+    let (mut stream, mut outage) = (BufReader::new(stream), shared.outage.subscribe());
     loop {
-        let (mut line, mut path, mut length) = (String::new(), String::new(), 0);
-        while stream.read_line(&mut line).await? > 0 && line != "\r\n" {
-            let lower = line.to_ascii_lowercase();
-            if let Some(value) = lower.strip_prefix("content-length:") {
-                length = value.trim().parse().unwrap_or(0);
-            } else if lower.starts_with("post ") {
-                path = lower.split(' ').nth(1).unwrap_or_default().to_owned();
-            }
-            line.clear();
-        }
-        if path.is_empty() {
-            return Ok(());
-        }
-        let mut body = vec![0; length];
-        stream.read_exact(&mut body).await?;
-        let asked: Value = serde_json::from_slice(&body).unwrap_or_default();
+        let refuses = async { drop(outage.wait_for(|outage| *outage == Some(Outage::Refusing)).await) };
+        let request = tokio::select! {
+            request = read_request(&mut stream) => request?,
+            () = refuses => return Ok(()),
+        };
+        let Some((path, asked)) = request else { return Ok(()) };
         let (pause, is_dead) = {
-            let state = state.lock().expect("no holder panics");
+            let state = shared.state.lock().expect("no holder panics");
             (state.pause, state.is_dead)
         };
         if is_dead {
             return Ok(());
         }
         tokio::time::sleep(pause).await;
-        let (status, said) = match decide(&path, &asked, state) {
-            Err(Fault::Hang) => std::future::pending().await,
-            Err(Fault::Error) => ("500 Internal Server Error", "{}".to_owned()),
-            Ok(answer) => ("200 OK", answer.to_string()),
+        let met = *outage.borrow_and_update();
+        shared.failed.fetch_add(usize::from(met.is_some()), Ordering::SeqCst);
+        if met == Some(Outage::Hanging) {
+            drop(outage.wait_for(|outage| *outage != Some(Outage::Hanging)).await);
+        }
+        let (status, sort, said) = match met {
+            Some(Outage::Refusing) => return Ok(()),
+            Some(Outage::Failing) => ("500 Internal Server Error", "application/json", "{}".to_owned()),
+            Some(Outage::Html) => ("200 OK", "text/html", "<html><body>Please log in</body></html>".to_owned()),
+            None | Some(Outage::Hanging | Outage::LosingAnswers) => match decide(&path, &asked, &shared.state) {
+                Err(Fault::Hang) => std::future::pending().await,
+                Err(Fault::Error) => ("500 Internal Server Error", "application/json", "{}".to_owned()),
+                Ok(_) if met == Some(Outage::LosingAnswers) => return Ok(()),
+                Ok(answer) => ("200 OK", "application/json", answer.to_string()),
+            },
         };
-        let head =
-            format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", said.len());
+        let head = format!("HTTP/1.1 {status}\r\ncontent-type: {sort}\r\ncontent-length: {}\r\n\r\n", said.len());
         stream.write_all((head + &said).as_bytes()).await?;
         stream.flush().await?;
     }
+}
+
+/// The path and the body of the next request; `None` at the end of the stream.
+async fn read_request(stream: &mut BufReader<TcpStream>) -> std::io::Result<Option<(String, Value)>> {
+    let (mut line, mut path, mut length) = (String::new(), String::new(), 0);
+    while stream.read_line(&mut line).await? > 0 && line != "\r\n" {
+        let lower = line.to_ascii_lowercase();
+        if let Some(value) = lower.strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap_or(0);
+        } else if lower.starts_with("post ") {
+            path = lower.split(' ').nth(1).unwrap_or_default().to_owned();
+        }
+        line.clear();
+    }
+    if path.is_empty() {
+        return Ok(None);
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await?;
+    Ok(Some((path, serde_json::from_slice(&body).unwrap_or_default())))
 }
 
 fn decide(path: &str, asked: &Value, state: &Mutex<State>) -> Result<Value, Fault> {
@@ -224,4 +320,76 @@ fn decide(path: &str, asked: &Value, state: &Mutex<State>) -> Result<Value, Faul
             "reference": reference, "state": "paid", "amount_minor": asked["amount_minor"], "currency": asked["currency"],
         }),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    /// What the service answers to this call; an error if it does not.
+    fn call(service: &PaymentService, path: &str) -> std::io::Result<String> {
+        let mut stream = std::net::TcpStream::connect(service.address)?;
+        stream.set_read_timeout(Some(Duration::from_millis(200)))?;
+        let body = r#"{"reference":"att-1","amount_minor":1999,"currency":"EUR"}"#;
+        write!(stream, "POST {path} HTTP/1.1\r\ncontent-length: {}\r\n\r\n{body}", body.len())?;
+        stream.shutdown(std::net::Shutdown::Write)?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+
+    fn until_listening(service: &PaymentService) {
+        while !service.is_listening() {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn refusing_service_comes_back_on_its_port() {
+        let service = PaymentService::start();
+        for _ in 0..3 {
+            assert!(call(&service, "/ask").unwrap().contains("open"));
+            service.set_outage(Some(Outage::Refusing));
+            while service.is_listening() {
+                std::thread::yield_now();
+            }
+            assert_eq!(call(&service, "/ask").unwrap_err().kind(), std::io::ErrorKind::ConnectionRefused);
+            service.set_outage(None);
+            until_listening(&service);
+        }
+    }
+
+    #[test]
+    fn lost_answers_are_carried_out() {
+        let service = PaymentService::start();
+        service.set_outage(Some(Outage::LosingAnswers));
+        assert_eq!(call(&service, "/cancel").unwrap_or_default(), "");
+        service.set_outage(None);
+        assert_eq!((service.truth("att-1"), service.failed_requests()), (Truth::Closed, 1));
+        assert!(!service.pay("att-1"), "it was promised that it cannot be paid");
+    }
+
+    #[test]
+    fn failing_service_carries_nothing_out() {
+        let service = PaymentService::start();
+        for (outage, said) in [(Outage::Failing, "HTTP/1.1 500"), (Outage::Html, "<html>")] {
+            service.set_outage(Some(outage));
+            assert!(call(&service, "/cancel").unwrap().contains(said), "{outage:?}");
+        }
+        assert_eq!(service.truth("att-1"), Truth::Open);
+    }
+
+    #[test]
+    fn hanging_service_carries_out_late() {
+        let service = PaymentService::start();
+        service.set_outage(Some(Outage::Hanging));
+        assert!(call(&service, "/cancel").is_err(), "no answer in time");
+        assert_eq!(service.truth("att-1"), Truth::Open);
+        service.set_outage(None);
+        while service.truth("att-1") == Truth::Open {
+            std::thread::yield_now();
+        }
+    }
 }

@@ -7,6 +7,9 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
+use order_timeout_core::kind::Kind;
+use order_timeout_providers::ProviderSettings;
+use order_timeout_providers::settings::LimitsSettings;
 use secrecy::ExposeSecret;
 
 use crate::linux::{self, Signal, wait_until_stopped};
@@ -56,6 +59,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
     let mut whole = tempfile::NamedTempFile::new_in(scratch_folder()).unwrap();
     writeln!(whole, "[delay]\nlead = \"{}\"\nrings = [{}]", millis(settings.delay.lead), rings.join(", ")).unwrap();
     whole.write_all(mapping(settings).as_bytes()).unwrap();
+    whole.write_all(providers(settings).as_bytes()).unwrap();
     whole.persist(&file).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
@@ -82,6 +86,10 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
         ("announce.webhook_key_file", settings.announce.webhook_key_file.clone()),
         ("announce.webhook_timeout", millis(settings.announce.webhook_timeout)),
         ("retry.missing_for", millis(settings.retry.missing_for)),
+        ("closing.in_progress_wait", millis(settings.closing.in_progress_wait)),
+        ("closing.retry_first", millis(settings.closing.retry_first)),
+        ("closing.retry_longest", millis(settings.closing.retry_longest)),
+        ("closing.max_rounds", settings.closing.max_rounds.to_string()),
         ("http.listen", settings.http.listen.0.map_or_else(String::new, |address| address.to_string())),
         ("retry.max_attempts", settings.retry.max_attempts.to_string()),
     ] {
@@ -94,6 +102,33 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
 fn mapping(settings: &Settings) -> String {
     let origins = settings.kinds.values().filter_map(|kind| kind.origin.as_ref());
     origins.map(|file| format!("\n{}", std::fs::read_to_string(file).expect("the file of the mapping"))).collect()
+}
+
+/// The payment services that are asked about orders in the default tables.
+fn providers(settings: &Settings) -> String {
+    let names = settings.providers_of(&Kind::ORDER);
+    if names.is_empty() {
+        return String::new();
+    }
+    let millis = |duration: Duration| format!("{}ms", duration.as_millis());
+    let mut text = format!("\n[kinds.order]\nproviders = {names:?}\n");
+    for name in names {
+        let Some(ProviderSettings::Http(provider)) = settings.providers.0.get(name) else {
+            panic!("provider {name} is no payment service of the tests")
+        };
+        let LimitsSettings { concurrency, requests_per_s, timeout, queue_timeout, failures_to_open, open_for } =
+            &provider.limits;
+        let (timeout, queue_timeout, open_for) = (millis(*timeout), millis(*queue_timeout), millis(*open_for));
+        let token = provider.bearer_token_file.as_ref().expect("the token of the tests");
+        text += &format!(
+            "\n[providers.{name}]\nkind = \"http\"\nurl = {:?}\nbearer_token_file = {token:?}\n\
+             [providers.{name}.limits]\nconcurrency = {concurrency}\nrequests_per_s = {requests_per_s}\n\
+             timeout = {timeout:?}\nqueue_timeout = {queue_timeout:?}\nfailures_to_open = {failures_to_open}\n\
+             open_for = {open_for:?}\n",
+            provider.url
+        );
+    }
+    text
 }
 
 /// A command's output as (exit code, standard output, standard error).

@@ -6,6 +6,7 @@
 //! releases only its head. Decides nothing about an alarm; known bugs can be switched on ([`Mutant`]). Records whatever
 //! takes effect ([`Event`]).
 
+mod brake;
 mod broker;
 mod closing;
 mod database;
@@ -25,6 +26,8 @@ use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 
 use crate::events::Event;
+use brake::Brake;
+pub use brake::BrakeSetup;
 use broker::Waiting;
 use closing::CloseAttempt;
 use database::OutboxRow;
@@ -143,6 +146,8 @@ pub struct World {
     /// The number of the pause of closing that lasts, as its row in the database has it.
     pause: Option<u32>,
     pauses: u32,
+    /// `None`: it is off.
+    brake: Option<Brake>,
     /// Work that closes orders, handed out during a pause that the worker had read.
     pub closed_in_pause: Option<String>,
     close_attempts: BTreeMap<OrderId, CloseAttempt>,
@@ -203,10 +208,11 @@ pub fn closing_policy() -> ClosingPolicy {
 }
 
 impl World {
-    pub fn new(mutant: Mutant, has_provider: bool) -> Self {
+    pub fn new(mutant: Mutant, has_provider: bool, brake: Option<BrakeSetup>) -> Self {
         Self {
             mutant,
             has_provider,
+            brake: brake.map(Brake::new),
             provider_is_away: false,
             pause: None,
             pauses: 0,
@@ -348,9 +354,18 @@ impl World {
     }
 
     pub fn resume_closing(&mut self) {
-        if self.pause.take().is_some() {
+        if !self.database_is_away && self.pause.take().is_some() {
             self.note(Event::ClosingResumed);
+            let now = self.database_time();
+            if let Some(brake) = &mut self.brake {
+                brake.resumed_at = brake.resumed_at.max(Some(now));
+            }
         }
+    }
+
+    /// How often closing was paused.
+    pub fn pauses(&self) -> u32 {
+        self.pauses
     }
 
     pub fn closing_is_paused(&self) -> bool {
@@ -359,8 +374,8 @@ impl World {
 
     /// Ends every fault; pending actions stay as they are.
     pub fn end_faults(&mut self) {
-        self.resume_closing();
         self.set_database_away(false);
+        self.resume_closing();
         self.set_broker_away(false);
         self.set_broker_refuses(false);
         self.set_broker_silent(false);

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use order_timeout_core::alarm::{Delivered, DeliveredAlarm, Receipt, Settlement};
+use order_timeout_core::brake::Counts;
 use order_timeout_core::engine::{
     Action, Batch, BatchResult, Call, CallKind, ClosingAction, ClosingInput, Engine, Input, Lease,
 };
@@ -31,8 +32,9 @@ pub struct MutantEngine {
 }
 
 impl MutantEngine {
-    pub fn new(bug: Mutant, has_provider: bool) -> Self {
+    pub fn new(bug: Mutant, has_provider: bool, brake_sample: Option<u32>) -> Self {
         let mut policy = policy();
+        policy.brake_sample = brake_sample.unwrap_or(policy.brake_sample);
         if bug == Mutant::SweepsEveryMinute {
             policy.sweep_every = Duration::from_secs(60);
         }
@@ -92,6 +94,10 @@ impl MutantEngine {
 
     pub fn next_wakeup(&self) -> Option<Timestamp> {
         self.engine.next_wakeup()
+    }
+
+    pub fn take_counts(&mut self) -> Counts {
+        self.engine.take_counts()
     }
 
     pub fn drain(&mut self) {

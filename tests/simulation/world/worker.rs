@@ -69,7 +69,7 @@ impl PendingAction {
 
 /// A running worker.
 pub struct Worker {
-    engine: MutantEngine,
+    pub(super) engine: MutantEngine,
     /// `None` while the broker is away, or while the engine wants no deliveries.
     session: Option<u64>,
     next_tag: u64,
@@ -81,13 +81,16 @@ pub struct Worker {
     known_pause: Option<u32>,
     /// The number of pauses when it was started.
     pauses_before: u32,
+    /// Its engine has found that closing must pause, and the pause is not written.
+    has_tripped: bool,
 }
 
 impl World {
     pub fn start(&mut self, worker: usize) {
         self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::Restarted);
+        let brake_sample = self.brake.as_ref().map(|brake| brake.setup.bounds.sample);
         self.workers[worker].get_or_insert_with(|| Worker {
-            engine: MutantEngine::new(self.mutant, self.has_provider),
+            engine: MutantEngine::new(self.mutant, self.has_provider, brake_sample),
             session: None,
             next_tag: 1,
             pending: Vec::new(),
@@ -95,6 +98,7 @@ impl World {
             has_looked: false,
             known_pause: None,
             pauses_before: self.pauses,
+            has_tripped: false,
         });
     }
 
@@ -226,16 +230,22 @@ impl World {
         }
     }
 
-    /// Reads whether closing is paused, as a worker does before its first order and then each second.
+    /// Has the brake judge, and reads whether closing is paused, as a worker does before its first order and then each
+    /// second.
     fn look_at_pause(&mut self, worker: &mut Worker, now: Timestamp) {
         if self.database_is_away {
             return;
+        }
+        self.turn_brake(worker, now);
+        let has_tripped = std::mem::take(&mut worker.has_tripped);
+        if has_tripped {
+            self.trip_brake();
         }
         let forgets = self.mutant == Mutant::BrakeForgetsOnRestart;
         let found = self.pause.filter(|pause| !forgets || *pause > worker.pauses_before);
         self.note_if(!worker.has_looked && found.is_some(), Event::StartedWhilePaused);
         worker.has_looked = true;
-        if worker.known_pause != found {
+        if worker.known_pause != found || has_tripped {
             worker.known_pause = found;
             self.has_changed = true;
             let input = if found.is_some() { Input::ClosingPaused } else { Input::ClosingResumed };
@@ -244,14 +254,14 @@ impl World {
     }
 
     /// Between its reading of the pauses and this no time has passed.
-    fn check_pause(&mut self, action: &Action) {
+    fn check_pause(&mut self, action: &Action, has_tripped: bool) {
         let closes = match action {
             Action::Close(batch) | Action::Claim(batch) => !batch.items.is_empty(),
             Action::Closing(ClosingAction::SettlePaid(_) | ClosingAction::Postpone(_)) => false,
             Action::Closing(_) | Action::Sweep(_) => true,
             _ => false,
         };
-        if closes && self.pause.is_some() && !self.database_is_away {
+        if closes && (has_tripped || self.pause.is_some() && !self.database_is_away) {
             self.closed_in_pause = Some(format!("during a pause a worker wants {action:?}"));
         }
     }
@@ -331,8 +341,10 @@ impl World {
     }
 
     fn hand_out(&mut self, worker: &mut Worker, now: Timestamp) {
-        for action in worker.engine.poll_actions(now) {
-            self.check_pause(&action);
+        let actions = worker.engine.poll_actions(now);
+        worker.has_tripped |= actions.iter().any(|action| matches!(action, Action::PauseClosing(_)));
+        for action in actions {
+            self.check_pause(&action, worker.has_tripped);
             match action {
                 Action::Settle(settlements) => self.settle(settlements),
                 Action::Close(batch) | Action::Claim(batch) => {
@@ -350,8 +362,8 @@ impl World {
                 Action::Park(dead_letters) => worker.pending.push(PendingAction::Park { dead_letters, written: false }),
                 Action::Sweep(page) => worker.pending.push(PendingAction::Sweep { page, found: None }),
                 Action::Closing(action) => worker.pending.push(pending_closing(action)),
-                // The engine is given no limits here.
-                Action::PauseClosing(_) => unreachable!("the brake has no limits"),
+                // Written when the worker looks next.
+                Action::PauseClosing(_) => self.has_changed = true,
             }
         }
     }
