@@ -32,6 +32,8 @@ const CHECKED_BEFORE: Duration = Duration::from_secs(20);
 /// A slow machine's rates of inserting orders and of writing alarms into the wheel, used to choose the moment.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
 const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
+/// For connecting, and for the database to analyse and write what was inserted.
+const SPARE: Duration = Duration::from_secs(10);
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
     let env = BenchEnv::for_worker(servers, options, &[]).await?;
@@ -54,7 +56,7 @@ async fn run_in(env: &BenchEnv<'_>, servers: &Servers, orders: usize) -> anyhow:
 
     let paid = orders / CLOSED_FOR_EACH_PAID;
     let preparing = (orders + paid) as f64 * (1.0 / SLOWEST_FILLING_PER_S + 1.0 / SLOWEST_ARMING_PER_S);
-    let known_at = Timestamp::now_by_local_clock() + Duration::from_secs_f64(preparing);
+    let known_at = Timestamp::now_by_local_clock() + Duration::from_secs_f64(preparing) + SPARE;
     let due = known_at + KNOWN_BEFORE;
     progress::say(format!("flash-sale: writing {orders} orders, and {paid} that are paid"));
     let alarms = env.fill(&vec![due; orders + paid], MANY_ARTICLES).await?;
