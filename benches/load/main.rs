@@ -13,7 +13,9 @@ mod measurement;
 mod progress;
 mod report;
 mod scenarios;
+mod scheduling;
 mod transactions;
+mod watching;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -22,7 +24,7 @@ use bench_env::servers::Servers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
 use scenarios::crowd::Crowd;
-use scenarios::{burst, crowd, kinds, mixed, moved, outage, pending, publish, shards, steady};
+use scenarios::{burst, crowd, flash_sale, kinds, mixed, moved, outage, pending, provider, publish, shards, steady};
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
@@ -62,6 +64,12 @@ pub struct Options {
     /// The worker alone, without limits and competitors: for analysis, not for comparison
     #[arg(long, global = true)]
     alone: bool,
+    /// For burst and steady: also with so many browsers that have the worker's page open
+    #[arg(long, global = true, default_value_t = 0)]
+    pages: usize,
+    /// For burst and steady: also with a page open, the metrics scraped each five seconds, and traces
+    #[arg(long, global = true)]
+    everything: bool,
     /// cargo passes it to every bench
     #[arg(long, global = true, hide = true)]
     bench: bool,
@@ -79,6 +87,8 @@ enum Scenario {
         #[arg(long = "route", value_enum, default_value = "wheel")]
         route: AlarmRoute,
     },
+    /// A burst that the brake has foreseen, with paid orders in between and two workers (100 000)
+    FlashSale,
     /// A constant rate of orders, all with one delay, against pollers
     Steady {
         /// Orders per second
@@ -106,8 +116,24 @@ enum Scenario {
         #[arg(long, default_value_t = 120)]
         seconds: u32,
     },
-    /// Two kinds beside one that fails, one that is locked and one that is flooded (50 000)
-    Kinds,
+    /// Two kinds beside one that fails, one that is locked and one that is flooded
+    Kinds {
+        /// Orders of the flooded kind
+        #[arg(long, default_value_t = 50_000)]
+        flood: usize,
+    },
+    /// A payment provider is asked about each order that falls due
+    Provider {
+        /// Orders per second
+        #[arg(long, default_value_t = 500)]
+        rate: u32,
+        /// For how long
+        #[arg(long, default_value_t = 30)]
+        seconds: u32,
+        /// How long the provider takes for each call
+        #[arg(long, default_value_t = 50)]
+        answer_ms: u64,
+    },
     /// How fast alarms are scheduled, against a bare client that publishes the same (50 000)
     Publish,
     /// Memory per pending alarm, and what an idle broker costs (200 000)
@@ -175,17 +201,26 @@ async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) 
     if options.strategy == DATABASE && !matches!(scenario, Scenario::Burst { .. } | Scenario::Steady { .. }) {
         anyhow::bail!("--strategy database is measured by burst and steady; the other scenarios are about alarms");
     }
+    let is_watched = watching::Watch::of(options).is_some();
+    if is_watched && !matches!(scenario, Scenario::Burst { .. } | Scenario::Steady { .. }) {
+        anyhow::bail!("--pages and --everything are measured by burst and steady");
+    }
     let orders = |default| options.orders.unwrap_or(default);
     match scenario {
         Scenario::Burst { route } => burst::burst(servers, options, orders(20_000), route).await,
         Scenario::Flash { route } => burst::flash(servers, options, orders(20_000), route).await,
+        Scenario::FlashSale => flash_sale::run(servers, options, orders(100_000)).await,
+        Scenario::Provider { rate, seconds, answer_ms } => {
+            let answer = Duration::from_millis(answer_ms);
+            provider::run(servers, options, provider::Load { rate, seconds, answer }).await
+        }
         Scenario::Steady { rate, seconds, delay, route } => {
             steady::run(servers, options, steady::Load { rate, seconds, delay, route }).await
         }
         Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
         Scenario::Moved => moved::run(servers, options, orders(1_000)).await,
         Scenario::Outage { rate, seconds } => outage::run(servers, options, rate, seconds).await,
-        Scenario::Kinds => kinds::run(servers, options, orders(50_000)).await,
+        Scenario::Kinds { flood } => kinds::run(servers, options, flood).await,
         Scenario::Publish => publish::run(servers, options, orders(50_000)).await,
         Scenario::Pending => pending::run(servers, options, orders(200_000)).await,
         Scenario::Shards => shards::run(servers, options, orders(20_000)).await,

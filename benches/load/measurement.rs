@@ -1,5 +1,6 @@
 //! Measures one candidate that closes one set of orders: which candidate, when the orders fall due, and what it cost.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::ensure;
@@ -19,6 +20,8 @@ use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING, queue_stat
 use crate::competitors::{self, Competitor, Kind};
 use crate::limits::postgres::CommitProbe;
 use crate::progress;
+use crate::scheduling::Scheduler;
+use crate::watching::{Watch, Watching};
 
 /// A slow machine's rate of inserting orders, used to choose the start.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
@@ -32,6 +35,8 @@ const LIVE_EVERY: Duration = Duration::from_millis(10);
 pub enum Candidate {
     /// `order-timeout worker`, with these settings besides the defaults.
     Worker(Vec<String>),
+    /// The same, while it is watched.
+    Watched(Vec<String>, Watch),
     Poller {
         every: Duration,
         connections: u32,
@@ -39,6 +44,12 @@ pub enum Candidate {
     LookAhead {
         connections: u32,
     },
+}
+
+impl Candidate {
+    fn is_worker(&self) -> bool {
+        matches!(self, Self::Worker(_) | Self::Watched(..))
+    }
 }
 
 /// When orders fall due, and when their alarms are published.
@@ -82,6 +93,8 @@ pub struct Figures {
     pub published_late: Duration,
     /// The duration of single-row commits meanwhile.
     pub commit_us: Histogram<u64>,
+    /// What watched the worker, and what it received.
+    pub watched: Option<serde_json::Value>,
 }
 
 /// Lets one candidate close the orders of a plan.
@@ -92,13 +105,20 @@ pub async fn measure(
     candidate: &Candidate,
     plan: &Plan,
 ) -> anyhow::Result<Figures> {
+    let mut watching = None;
     let env = match candidate {
         Candidate::Worker(overrides) => BenchEnv::for_worker(servers, options, overrides).await?,
+        Candidate::Watched(overrides, watch) => {
+            let prepared = Watching::prepare(*watch).await?;
+            let settings = [overrides.clone(), prepared.settings()].concat();
+            watching = Some(prepared);
+            BenchEnv::for_worker(servers, options, &settings).await?
+        }
         Candidate::Poller { .. } | Candidate::LookAhead { .. } => {
             BenchEnv::without_broker(servers, options.socket).await?
         }
     };
-    let figures = measure_in(&env, servers, name, candidate, plan).await;
+    let figures = measure_in(&env, servers, name, candidate, plan, watching).await;
     env.clean_up().await?;
     figures
 }
@@ -109,6 +129,7 @@ async fn measure_in(
     name: &str,
     candidate: &Candidate,
     plan: &Plan,
+    mut watching: Option<Watching>,
 ) -> anyhow::Result<Figures> {
     let first = plan.first_deadline();
     let begin = first - plan.ahead;
@@ -119,6 +140,10 @@ async fn measure_in(
     let alarms = env.fill(&deadlines, plan.articles).await?;
     let probe = CommitProbe::start(env.pool.clone()).await?;
     let mut program = start(env, servers, name, candidate).await?;
+    if let Some(watching) = &mut watching {
+        watching.begin(env.http_of(&log_of(servers, name)).await?);
+    }
+    let is_traced = watching.as_ref().is_some_and(Watching::is_traced);
 
     let settled = begin - IDLE_WATCH;
     let in_time = Timestamp::now_by_local_clock() + SETTLING <= settled;
@@ -132,25 +157,25 @@ async fn measure_in(
     let watch = watch_at(first, servers, &program);
     let publish = async {
         match candidate {
-            Candidate::Worker(_) if env.settings.delay.strategy.needs_broker() => {
-                publish(env, plan, begin, alarms).await
+            Candidate::Worker(_) | Candidate::Watched(..) if env.settings.delay.strategy.needs_broker() => {
+                publish(env, plan, begin, alarms, is_traced).await
             }
-            // It reads the deadlines from the rows.
-            Candidate::Worker(_) => Ok(Duration::ZERO),
-            Candidate::Poller { .. } | Candidate::LookAhead { .. } => Ok(Duration::ZERO),
+            // They read the deadlines from the rows.
+            _ => Ok(Duration::ZERO),
         }
     };
     progress::say(format!("{name}: the first order is due in {:.0} s", plan.ahead.as_secs_f64()));
     let (published_late, due) = tokio::try_join!(publish, watch)?;
     env.wait_until_closed(last, &mut program).await?;
     progress::say(format!("{name}: every order is closed"));
-    let is_worker = matches!(candidate, Candidate::Worker(_));
+    let is_worker = candidate.is_worker();
     if is_worker {
         env.wait_until_announced(&mut program).await?;
     }
     let end = Readings::take(servers, &program)?;
     let commit_us = probe.stop().await?;
     let peak_rss_mib = linux::peak_rss_mib(program.pid())?;
+    let watched = watching.map(Watching::end).transpose()?;
     program.stop().await?;
     Ok(Figures {
         name: name.to_owned(),
@@ -165,19 +190,24 @@ async fn measure_in(
         announced_s: is_worker.then(|| end.at.since(first).as_secs_f64()),
         published_late,
         commit_us,
+        watched,
     })
 }
 
 async fn start(env: &BenchEnv<'_>, servers: &Servers, name: &str, candidate: &Candidate) -> anyhow::Result<Program> {
-    let log = servers.output.join(format!("{}.log", name.replace([',', ' '], "")));
+    let log = log_of(servers, name);
     let (kind, connections, every) = match candidate {
-        Candidate::Worker(_) => return env.start_worker(&log).await,
+        Candidate::Worker(_) | Candidate::Watched(..) => return env.start_worker(&log).await,
         Candidate::Poller { every, connections } => (Kind::Poller, *connections, *every),
         Candidate::LookAhead { connections } => (Kind::LookAhead, *connections, Duration::ZERO),
     };
     let competitor =
         Competitor { kind, database: env.settings.database.url.expose_secret().to_owned(), connections, every };
     competitors::start(&competitor, &log, &env.pool).await
+}
+
+fn log_of(servers: &Servers, name: &str) -> PathBuf {
+    servers.output.join(format!("{}.log", name.replace([',', ' '], "")))
 }
 
 async fn watch_at(moment: Timestamp, servers: &Servers, program: &Program) -> anyhow::Result<Readings> {
@@ -191,10 +221,11 @@ async fn publish(
     plan: &Plan,
     begin: Timestamp,
     alarms: Vec<OrderDeadline>,
+    is_traced: bool,
 ) -> anyhow::Result<Duration> {
-    let publisher = env.publisher().await?;
+    let scheduler = Scheduler::connect(env, is_traced).await?;
     if !plan.live {
-        publisher.schedule_all(alarms).await?;
+        scheduler.schedule_all(alarms).await?;
         let took = Timestamp::now_by_local_clock().since(begin);
         if let Some(lane) = plan.lane.filter(|_| env.settings.delay.strategy == Strategy::DeadLetter) {
             ensure_by_lane(lane, Lanes::from(&env.settings.delay).tolerance(), plan.ahead, took)?;
@@ -211,7 +242,7 @@ async fn publish(
             behind = behind.max(now.since(alarm.1 - plan.ahead));
             ready.push(alarm);
         }
-        publisher.schedule_all(ready).await?;
+        scheduler.schedule_all(ready).await?;
         tokio::time::sleep(LIVE_EVERY).await;
     }
     Ok(behind)

@@ -14,12 +14,12 @@ use serde::Deserialize;
 use super::{Settings, SettingsError};
 use crate::mapping::{KindWords, predicate};
 
-/// Connections besides the closers': sweep, parking, the outboxes and their lock, and four for inspections (of the
-/// catalog, of the plans, of the broker, and the registration), so that no task waits for another.
-const OTHER_CONNECTIONS: u32 = 8;
-/// How many more each further kind needs: sweep, parking, and two for inspections; and one if it has reminders. A kind never
+/// Connections besides the closers': sweep, parking, the brake's count of what falls due, the outboxes and their lock, and
+/// four for inspections (of the catalog, of the plans, of the broker, and the registration), so that no task waits for another.
+const OTHER_CONNECTIONS: u32 = 9;
+/// How many more each further kind needs: sweep, parking, the brake's count, and two for inspections; and one if it has reminders. A kind never
 /// has more than these in use, so that one whose queries hang takes none from the others.
-const CONNECTIONS_OF_KIND: u32 = 4;
+const CONNECTIONS_OF_KIND: u32 = 5;
 /// The routing key of an event, and its type without the version. So that both fit AMQP's 255 bytes.
 const LONGEST_EVENT: usize = 200;
 /// Each costs a worker connections, and the broker queues.

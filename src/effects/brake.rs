@@ -1,36 +1,32 @@
-//! The worker's side of the brake: adds its counts to those of all workers, counts what falls due, and has the whole
+//! The worker's side of the brake: adds its counts to those of all workers, has counted what falls due, and has the whole
 //! judged.
 //!
-//! Decides nothing: `order_timeout_core::brake` judges. About one turn a second while orders are closed, on the closers'
-//! connections; nothing of it is in a close's transaction.
+//! Decides nothing: `order_timeout_core::brake` judges. About one turn a second while orders are closed, of a few short
+//! statements on the closers' connections; nothing of it is in a close's transaction. `due_count.rs` counts what falls due.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::brake::{
-    Bounds, Counts, FORESEE_AHEAD, FORESEEN_MINUTES_BEFORE, Limits, Minute, Trip, Usual, Window, foreseen_of_gap,
-    minute_of,
+    Bounds, Counts, FORESEE_AHEAD, FORESEEN_MINUTES_BEFORE, Limits, Minute, MinuteCounts, Trip, Usual, Window,
+    foreseen_of_gap, minute_of,
 };
 use order_timeout_core::kind::Kind;
-use order_timeout_core::order::{SweepPlace, Timestamp};
-use sqlx::{PgConnection, SqlStr};
+use order_timeout_core::order::Timestamp;
+use sqlx::PgConnection;
+use tokio_util::task::AbortOnDropHandle;
+use tracing::{Instrument, debug};
 
-use super::sweep::read_row;
+use super::due_count::{DueCounter, Wanted};
 use crate::postgres::closing_minutes::{self, KEPT_MINUTES};
-use crate::postgres::now;
 use crate::postgres::warm_connections::WarmConnections;
+use crate::postgres::{now, one_line};
 
 /// A worker that closes nothing still records that it runs, and reads what the others have counted.
 const IDLE_TURN_EVERY: Duration = Duration::from_secs(10);
 /// What is usual changes slowly.
 const LEARN_EVERY: Duration = Duration::from_secs(300);
-/// Longer without a turn, and the orders of the gap were foreseen by no worker.
-const GAP_AFTER: Duration = Duration::from_secs(120);
-/// Orders that fall due, per query.
-const PAGE: i64 = 5_000;
-/// So many pages are counted at most: a million orders within minutes.
-const MOST_PAGES: usize = 200;
+/// Orders that fall due are counted each minute. If they were counted longer ago, some were foreseen by no worker.
+const GAP_AFTER: Duration = Duration::from_secs(180);
 /// The minutes that are judged.
 const TWO_HOURS: Minute = 120;
 
@@ -38,54 +34,93 @@ const TWO_HOURS: Minute = 120;
 pub(crate) struct Brake {
     kind: Kind,
     connections: WarmConnections,
-    overdue: SqlStr,
+    counter: DueCounter,
     bounds: Bounds,
     usual: Usual,
     learned: Option<Instant>,
-    /// The minute in which orders that fall due were last counted.
-    foreseen_in: Option<Minute>,
+    /// The minute of the last count of orders that fall due.
+    counted_in: Option<Minute>,
+    /// When such a count was last complete.
+    counted: Option<Instant>,
+    /// The count that is running.
+    counting: Option<AbortOnDropHandle<Result<(), sqlx::Error>>>,
+    /// What was counted since the last turn that added it.
+    held: Counts,
     last_turn: Option<Instant>,
 }
 
 impl Brake {
-    /// `overdue`: the kind's overdue statement.
-    pub fn new(kind: Kind, connections: WarmConnections, overdue: SqlStr, bounds: Bounds) -> Self {
+    pub fn new(kind: Kind, connections: WarmConnections, counter: DueCounter, bounds: Bounds) -> Self {
         Self {
             kind,
             connections,
-            overdue,
+            counter,
             bounds,
             usual: Usual::default(),
             learned: None,
-            foreseen_in: None,
+            counted_in: None,
+            counted: None,
+            counting: None,
+            held: Counts::default(),
             last_turn: None,
         }
     }
 
     /// Whether there is something to do: a report of nothing is not written each second.
     pub fn wants_turn(&self, counts: &Counts) -> bool {
-        !counts.is_empty() || self.last_turn.is_none_or(|last| last.elapsed() >= IDLE_TURN_EVERY)
+        let is_due = self.last_turn.is_none_or(|last| last.elapsed() >= IDLE_TURN_EVERY);
+        is_due || self.counting.is_some() || !counts.is_empty()
     }
 
-    /// Adds these counts, and judges what all workers have counted.
+    /// Adds these counts, and judges what all workers have counted. `None` while orders that fall due must be counted
+    /// first, because no worker may have counted them: then the counts are kept, and the former limits hold.
     ///
     /// # Errors
     /// sqlx's. Then the counts are lost, and the former limits hold.
-    pub async fn turn(&mut self, counts: &Counts) -> Result<Result<Limits, Trip>, sqlx::Error> {
+    pub async fn turn(&mut self, counts: &Counts) -> Result<Option<Result<Limits, Trip>>, sqlx::Error> {
+        self.held.append(counts);
+        if self.counting.as_ref().is_some_and(|task| task.is_finished()) {
+            self.finish_count().await;
+        }
         let at = self.connections.run_on_oldest(now).await?;
-        let minute = minute_of(at);
-        self.learn(minute).await?;
-        let is_first = self.last_turn.is_none_or(|last| last.elapsed() >= GAP_AFTER);
-        self.foresee(at, is_first).await?;
+        if self.counted.is_none_or(|counted| counted.elapsed() >= GAP_AFTER) {
+            self.count_after_gap(at).await?;
+            return Ok(None);
+        }
+        self.learn(minute_of(at)).await?;
+        self.add_and_judge(at).await.map(Some)
+    }
+
+    /// Waits for the count of orders that fall due, if one is running.
+    pub async fn finish_count(&mut self) {
+        let Some(task) = self.counting.take() else { return };
+        match task.await {
+            Ok(Ok(())) => self.counted = Some(Instant::now()),
+            Ok(Err(error)) => {
+                debug!(
+                    error = one_line(&error),
+                    "orders that fall due could not be counted for the brake; the next turn counts again"
+                );
+                self.counted_in = None;
+            }
+            // It has panicked, which was printed.
+            Err(_) => self.counted_in = None,
+        }
+    }
+
+    async fn add_and_judge(&mut self, at: Timestamp) -> Result<Result<Limits, Trip>, sqlx::Error> {
+        let now = minute_of(at);
+        let counts = self.held.take();
         let kind = &self.kind;
         let read = async |connection: &mut PgConnection| {
-            closing_minutes::add(connection, kind, counts, minute).await?;
-            let minutes = closing_minutes::read_since(connection, kind, minute - TWO_HOURS).await?;
+            closing_minutes::add(connection, kind, &counts, now).await?;
+            let minutes = closing_minutes::read_since(connection, kind, now - TWO_HOURS).await?;
             Ok((minutes, closing_minutes::last_resumed(connection, kind).await?))
         };
         let (minutes, known_until) = self.connections.run_on_oldest(read).await?;
         self.last_turn = Some(Instant::now());
-        let window = Window { minutes: &minutes, now: minute, resumed_in: known_until.map(minute_of) };
+        self.count_once_a_minute(at, &minutes);
+        let window = Window { minutes: &minutes, now, resumed_in: known_until.map(minute_of) };
         Ok(window.judge(&self.usual, &self.bounds).map(|closes_left| Limits {
             paid_share: self.usual.paid_share,
             closes_left,
@@ -96,72 +131,60 @@ impl Brake {
 
     /// Reads what is usual, and deletes what is too old.
     async fn learn(&mut self, now: Minute) -> Result<(), sqlx::Error> {
-        if self.learned.is_some_and(|learned| learned.elapsed() < LEARN_EVERY) {
-            return Ok(());
+        if self.learned.is_none_or(|learned| learned.elapsed() >= LEARN_EVERY) {
+            self.learn_anew(now).await?;
         }
+        Ok(())
+    }
+
+    /// Returns the last minute that any worker has recorded.
+    async fn learn_anew(&mut self, now: Minute) -> Result<Option<Minute>, sqlx::Error> {
         let kind = &self.kind;
         let read = async |connection: &mut PgConnection| {
             closing_minutes::forget_old(connection, kind, now).await?;
             closing_minutes::read_since(connection, kind, now - KEPT_MINUTES).await
         };
-        self.usual = Usual::of(&self.connections.run_on_oldest(read).await?, now);
+        let kept = self.connections.run_on_oldest(read).await?;
+        self.usual = Usual::of(&kept, now);
         self.learned = Some(Instant::now());
+        Ok(kept.iter().map(|one| one.minute).filter(|minute| *minute <= now).max())
+    }
+
+    /// No worker may have counted before, so what falls due at once counts as foreseen, too.
+    async fn count_after_gap(&mut self, at: Timestamp) -> Result<(), sqlx::Error> {
+        if self.counting.is_some() {
+            return Ok(());
+        }
+        let now = minute_of(at);
+        let last = self.learn_anew(now).await?;
+        let earlier = foreseen_of_gap(last, now, &self.usual, &self.bounds);
+        self.start_count(Wanted { at, minutes: now..=last_ahead(at), earlier });
         Ok(())
     }
 
-    /// Counts the orders that fall due in the next minutes, once a minute. `is_first`: no worker may have counted before,
-    /// so what falls due at once counts as foreseen, too.
-    async fn foresee(&mut self, at: Timestamp, is_first: bool) -> Result<(), sqlx::Error> {
+    /// `known`: the minutes that were just read.
+    fn count_once_a_minute(&mut self, at: Timestamp, known: &[MinuteCounts]) {
         let now = minute_of(at);
-        if !is_first && self.foreseen_in.is_some_and(|counted| counted >= now) {
-            return Ok(());
+        if self.counting.is_some() || self.counted_in == Some(now) {
+            return;
         }
-        let kind = self.kind.clone();
-        let recent = async |on: &mut PgConnection| closing_minutes::read_since(on, &kind, now - TWO_HOURS).await;
-        let known = self.connections.run_on_oldest(recent).await?;
-        let last = known.iter().map(|one| one.minute).filter(|minute| *minute <= now).max();
-        let mut due = if is_first { foreseen_of_gap(last, now, &self.usual, &self.bounds) } else { Vec::new() };
-        let first = if is_first { now } else { now + FORESEEN_MINUTES_BEFORE };
-        let last = minute_of(at + FORESEE_AHEAD);
-        // Another worker has counted them in this minute.
-        let is_counted = known.iter().any(|one| one.minute == last && one.foreseen.is_some());
-        if is_first || !is_counted {
-            let counted = count_due(&self.connections, &self.overdue, at).await?;
-            due.extend((first..=last).map(|minute| (minute, counted.get(&minute).copied().unwrap_or(0))));
+        let last = last_ahead(at);
+        if known.iter().any(|one| one.minute == last && one.foreseen.is_some()) {
+            // Another worker has counted them in this minute.
+            (self.counted_in, self.counted) = (Some(now), Some(Instant::now()));
+        } else {
+            self.start_count(Wanted { at, minutes: now + FORESEEN_MINUTES_BEFORE..=last, earlier: Vec::new() });
         }
-        if !due.is_empty() {
-            let write = async |on: &mut PgConnection| closing_minutes::foresee(on, &kind, &due).await;
-            self.connections.run_on_oldest(write).await?;
-        }
-        self.foreseen_in = Some(now);
-        Ok(())
+    }
+
+    fn start_count(&mut self, wanted: Wanted) {
+        self.counted_in = Some(minute_of(wanted.at));
+        let counting = tokio::spawn(self.counter.clone().count(wanted).in_current_span());
+        self.counting = Some(AbortOnDropHandle::new(counting));
     }
 }
 
-/// The orders that fall due after `at`, by minute.
-pub(crate) async fn count_due(
-    connections: &WarmConnections,
-    overdue: &SqlStr,
-    at: Timestamp,
-) -> Result<BTreeMap<Minute, u64>, sqlx::Error> {
-    let mut by_minute = BTreeMap::new();
-    let mut after = SweepPlace { deadline: at, id: String::new() };
-    for _ in 0..MOST_PAGES {
-        let page = sqlx::query(overdue.clone())
-            .bind(-FORESEE_AHEAD.as_secs_f64())
-            .bind(Timestamptz(after.deadline))
-            .bind(after.id.clone())
-            .bind(PAGE);
-        let rows = connections.run_on_oldest(async |on| page.fetch_all(on).await).await?;
-        let is_last = i64::try_from(rows.len()).is_ok_and(|found| found < PAGE);
-        for row in &rows {
-            let place = read_row(row)?;
-            *by_minute.entry(minute_of(place.deadline)).or_default() += 1;
-            after = place;
-        }
-        if is_last {
-            break;
-        }
-    }
-    Ok(by_minute)
+/// The last minute of which orders are counted.
+fn last_ahead(at: Timestamp) -> Minute {
+    minute_of(at + FORESEE_AHEAD)
 }

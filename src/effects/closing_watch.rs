@@ -2,7 +2,8 @@
 //! writes the pause when it trips.
 //!
 //! Decides nothing. One task does all of it, so that what was read before a pause was written is never told after it. It
-//! uses the closers' connections, because it must not wait for another.
+//! uses the closers' connections, because it must not wait for another. What takes longer than a short statement, as counting
+//! what falls due, is a task of its own.
 
 use order_timeout_core::brake::{Counts, Trip};
 use order_timeout_core::engine::Input;
@@ -37,6 +38,8 @@ pub(crate) struct ClosingWatch {
     brake: Option<Brake>,
     recorder: KindRecorder,
     known: Vec<Pause>,
+    /// Whether the engine was last told that closing is paused.
+    told_paused: bool,
     /// A pause that is not written yet.
     trip: Option<Trip>,
 }
@@ -51,7 +54,7 @@ impl ClosingWatch {
         recorder: KindRecorder,
     ) -> Self {
         let reports = mpsc::unbounded_channel();
-        Self { kind, connections, inputs, reports, brake, recorder, known: Vec::new(), trip: None }
+        Self { kind, connections, inputs, reports, brake, recorder, known: Vec::new(), told_paused: false, trip: None }
     }
 
     /// Where the engine's reports go.
@@ -71,6 +74,10 @@ impl ClosingWatch {
     /// sqlx's, if the pauses cannot be read.
     pub async fn begin(&mut self) -> Result<(), sqlx::Error> {
         self.look().await?;
+        self.count(&Counts::default()).await;
+        if let Some(brake) = &mut self.brake {
+            brake.finish_count().await;
+        }
         self.count(&Counts::default()).await;
         Ok(())
     }
@@ -98,16 +105,20 @@ impl ClosingWatch {
         self.write_trip().await?;
         let kind = &self.kind;
         let found = self.connections.run_on_oldest(async |on| closing_pauses::current(on, Some(kind)).await).await?;
-        if self.known == found && !has_tripped {
+        if self.known == found && !has_tripped && self.told_paused != found.is_empty() {
             return Ok(());
         }
         if !found.is_empty() || has_tripped {
             self.tell(Input::ClosingPaused);
+            self.told_paused = true;
         }
         if found.is_empty() {
             // First, so that what was due when it was resumed does not trip the brake again.
-            self.judge(&Counts::default()).await?;
+            if !self.judge(&Counts::default()).await? {
+                return Ok(());
+            }
             self.tell(Input::ClosingResumed);
+            self.told_paused = false;
         }
         if self.known != found {
             self.recorder.closing_paused(&found);
@@ -131,14 +142,16 @@ impl ClosingWatch {
         }
     }
 
-    async fn judge(&mut self, counts: &Counts) -> Result<(), sqlx::Error> {
-        let Some(brake) = &mut self.brake else { return Ok(()) };
+    /// Whether it could be judged: not while orders that fall due must be counted first.
+    async fn judge(&mut self, counts: &Counts) -> Result<bool, sqlx::Error> {
+        let Some(brake) = &mut self.brake else { return Ok(true) };
         match brake.turn(counts).await? {
-            Ok(limits) => self.tell(Input::BrakeLimits(limits)),
+            Some(Ok(limits)) => self.tell(Input::BrakeLimits(limits)),
             // It is written even if closing is paused already, and then changes nothing.
-            Err(trip) => self.trip = Some(trip),
+            Some(Err(trip)) => self.trip = Some(trip),
+            None => return Ok(false),
         }
-        Ok(())
+        Ok(true)
     }
 
     async fn write_trip(&mut self) -> Result<(), sqlx::Error> {

@@ -8,6 +8,7 @@ pub(crate) mod clock;
 pub mod close;
 pub mod closing;
 pub(crate) mod closing_watch;
+pub(crate) mod due_count;
 pub(crate) mod handled;
 pub(crate) mod orders;
 pub(crate) mod park;

@@ -33,6 +33,7 @@ use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::brake::Brake;
 use crate::effects::closing::{ClosingEffects, ConfiguredProviders};
 use crate::effects::closing_watch::ClosingWatch;
+use crate::effects::due_count::DueCounter;
 use crate::effects::handled::HandledOrders;
 use crate::effects::orders::Orders;
 use crate::effects::rearm::Rearmer;
@@ -177,7 +178,8 @@ impl KindWorker {
             let (connections, inputs) = (orders.connections().clone(), inputs.sender.clone());
             // What falls due is counted by the overdue statement, so orders of a handler have no brake.
             let brake = settings.brake.bounds().zip(orders.statements()).map(|(bounds, (_, sweeper))| {
-                Brake::new(kind.clone(), connections.clone(), sweeper.statement(), bounds)
+                let counter = DueCounter::new(kind.clone(), database.clone(), sweeper.statement());
+                Brake::new(kind.clone(), connections.clone(), counter, bounds)
             });
             ClosingWatch::new(kind.clone(), connections, inputs, brake, recorder.clone())
         };

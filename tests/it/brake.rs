@@ -1,14 +1,15 @@
 //! The brake pauses closing when what is closed looks unusual: callbacks that do not arrive, deadlines that are all in the
-//! past. It stays paused over a restart, and a flash sale that was known does not touch it.
+//! past. It stays paused over a restart, and a flash sale that was known does not touch it. What it counts delays no pause.
 
 use std::time::Duration;
 
 use order_timeout::Settings;
-use order_timeout_testkit::figures::{serve_http, wait_for_figure};
+use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for, wait_within};
 use sqlx::AssertSqlSafe;
+use tempfile::NamedTempFile;
 
 const BRAKED: &str = "SELECT count(*) FROM closing_pauses WHERE cause = 'brake'";
 const UNFINISHED: &str = "SELECT count(*) FROM orders WHERE status IN ('unpaid', 'closing')";
@@ -122,6 +123,48 @@ fn deadlines_moved_to_past_trip() {
         assert_eq!(env.count(BRAKED).await, 1);
         worker.stop().await;
         env.assert_ledger().await;
+    });
+}
+
+/// The default statement; each page of what falls due takes as long as the table `slowness` says.
+fn slow_overdue_statement() -> NamedTempFile {
+    let slow =
+        "WHERE CASE WHEN $1::float8 < 0 THEN (SELECT pg_sleep(seconds)::text = '' FROM public.slowness) ELSE true END
+                AND o.status";
+    let file = NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), include_str!("../../sql/overdue.sql").replace("WHERE o.status", slow)).unwrap();
+    file
+}
+
+#[test]
+fn slow_count_delays_no_pause() {
+    let (file, close) = (slow_overdue_statement(), concat!(env!("CARGO_MANIFEST_DIR"), "/sql/close.sql"));
+    let overdue = file.path().to_str().unwrap().to_owned();
+    let settings = move |settings: &mut Settings| {
+        serve_http(settings);
+        (settings.orders.close_sql, settings.orders.overdue_sql) = (close.to_owned(), overdue);
+    };
+    TestEnv::builder().settings(settings).run(async |env| {
+        execute(&env, "CREATE TABLE public.slowness AS SELECT 0.0::float8 AS seconds").await;
+        let worker = env.worker().await;
+        let due = "INSERT INTO orders (id, expires_at)
+                   SELECT gen_random_uuid(), clock_timestamp() + interval '4 minutes' FROM generate_series(1, 300000)";
+        execute(&env, due).await;
+        execute(&env, "UPDATE public.slowness SET seconds = 0.5").await;
+        let counts = "SELECT count(*) FROM pg_stat_activity
+                      WHERE datname = current_database() AND wait_event = 'PgSleep'";
+        // Once a minute.
+        wait_within(Duration::from_secs(90), "the count", async || env.count(counts).await > 0).await;
+        let pause =
+            "INSERT INTO closing_pauses (kind, cause, reason, paused_by) VALUES (NULL, 'operator', 'a test', 'it')";
+        execute(&env, pause).await;
+        let is_paused = async || Figures::of(&worker).await.find("closing_paused{cause=\"operator\"}") == Some(1.0);
+        wait_within(Duration::from_secs(3), "the pause", is_paused).await;
+        let counted = "SELECT coalesce(sum(foreseen), 0)::bigint FROM closing_minutes";
+        assert_eq!(env.count(counted).await, 0, "the count is still running");
+        execute(&env, "UPDATE public.slowness SET seconds = 0").await;
+        wait_within(Duration::from_secs(60), "all are counted", async || env.count(counted).await == 300_000).await;
+        worker.stop().await;
     });
 }
 

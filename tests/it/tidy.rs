@@ -157,6 +157,7 @@ fn sqlx_stays_in_its_modules() {
         "effects/closing/settle_paid.rs",
         "effects/brake.rs",
         "effects/closing_watch.rs",
+        "effects/due_count.rs",
         "effects/sweep.rs",
         "observe/canary/store.rs",
         "observe/inspect/plan.rs",

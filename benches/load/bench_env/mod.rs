@@ -5,6 +5,7 @@ pub mod ledger;
 pub mod process;
 pub mod servers;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -161,6 +162,20 @@ impl<'a> BenchEnv<'a> {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         Ok(worker)
+    }
+
+    /// The address of a worker's pages, which its log names as it begins to work.
+    pub async fn http_of(&self, log: &Path) -> anyhow::Result<SocketAddr> {
+        const BEFORE: &str = "health and metrics at http://";
+        let began = tokio::time::Instant::now();
+        loop {
+            let text = std::fs::read_to_string(log)?;
+            if let Some((address, _)) = text.split_once(BEFORE).and_then(|(_, after)| after.split_once('/')) {
+                return Ok(address.parse()?);
+            }
+            ensure!(began.elapsed() < TIMEOUT, "the worker's log names no address; it lies in target/load");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     /// Whether the worker consumes, or has registered if there is nothing to consume.

@@ -40,9 +40,18 @@ impl<'a> Report<'a> {
 
     /// Notes the ratio of the worker's figure to another candidate's.
     pub fn note_ratio(&mut self, key: &str, other: &str, figure: impl Fn(&Figures) -> f64) {
-        let other = self.candidates.iter().find(|figures| figures.name == other).expect("it was measured");
-        let ratio = round(figure(&self.candidates[0]) / figure(other), 3);
+        let ratio = round(figure(&self.candidates[0]) / figure(self.candidate(other)), 3);
         self.note(key, json!(ratio));
+    }
+
+    /// Notes the ratio of another candidate's figure to the worker's.
+    pub fn note_ratio_of(&mut self, key: &str, other: &str, figure: impl Fn(&Figures) -> f64) {
+        let ratio = round(figure(self.candidate(other)) / figure(&self.candidates[0]), 3);
+        self.note(key, json!(ratio));
+    }
+
+    fn candidate(&self, name: &str) -> &Figures {
+        self.candidates.iter().find(|figures| figures.name == name).expect("it was measured")
     }
 
     /// Prints everything, and fails if the worker or a competitor lost an order, or closed one twice or early: its
@@ -127,6 +136,7 @@ fn facts(figures: &Figures) -> Map<String, Value> {
         "single_row_commit_ms": ledger::lateness_ms(&figures.commit_us),
         "announced_after_s": figures.announced_s.map(|seconds| round(seconds, 2)),
         "published_late_ms": figures.published_late.as_millis(),
+        "watched": figures.watched,
     });
     let Value::Object(facts) = facts else { unreachable!("an object was just made") };
     facts.into_iter().filter(|(_, value)| !value.is_null()).collect()

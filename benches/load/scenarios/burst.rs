@@ -8,6 +8,7 @@ use crate::bench_env::MANY_ARTICLES;
 use crate::bench_env::servers::Servers;
 use crate::measurement::{Candidate, Figures, Plan, measure};
 use crate::report::Report;
+use crate::watching::Watch;
 use crate::{AlarmRoute, DATABASE, Options, limits};
 
 /// A slow machine's rate of writing alarms into the wheel, used to choose the instant.
@@ -22,6 +23,7 @@ const SOONER: Duration = Duration::from_millis(500);
 /// Loops of each competitor, as many as the worker has closers.
 const CONNECTIONS: u32 = 2;
 const LEAD_0: &str = "worker, lead 0";
+const WATCHED: &str = "worker, watched";
 
 pub async fn burst(servers: &Servers, options: &Options, orders: usize, route: AlarmRoute) -> anyhow::Result<()> {
     let plan = plan(orders, MANY_ARTICLES, route);
@@ -34,6 +36,10 @@ pub async fn burst(servers: &Servers, options: &Options, orders: usize, route: A
         }
     }
     report.add(measured("worker", Candidate::Worker(settings(route))).await?);
+    if let Some(watch) = Watch::of(options) {
+        report.add(measured(WATCHED, Candidate::Watched(settings(route), watch)).await?);
+        report.note_ratio_of("last_lateness_watched_to_unwatched", WATCHED, last_lateness);
+    }
     if !options.alone {
         // Without a lead, only alarms published within a fifth of a second take the lane.
         if route != AlarmRoute::Lane && options.strategy != DATABASE {

@@ -2,11 +2,13 @@
 
 pub mod burst;
 pub mod crowd;
+pub mod flash_sale;
 pub mod kinds;
 pub mod mixed;
 pub mod moved;
 pub mod outage;
 pub mod pending;
+pub mod provider;
 pub mod publish;
 pub mod shards;
 pub mod steady;

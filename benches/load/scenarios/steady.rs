@@ -7,9 +7,12 @@ use serde_json::json;
 
 use crate::bench_env::MANY_ARTICLES;
 use crate::bench_env::servers::Servers;
-use crate::measurement::{Candidate, Plan, measure};
+use crate::measurement::{Candidate, Figures, Plan, measure};
 use crate::report::Report;
+use crate::watching::Watch;
 use crate::{AlarmRoute, Options};
+
+const WATCHED: &str = "worker, watched";
 
 /// The command line's options.
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +39,14 @@ pub async fn run(servers: &Servers, options: &Options, load: Load) -> anyhow::Re
     report.note("rate_per_s", json!(load.rate));
     report.note("seconds", json!(load.seconds));
     report.note("delay_s", json!(load.delay.as_secs_f64()));
-    report.add(measured("worker", Candidate::Worker(settings)).await?);
+    report.add(measured("worker", Candidate::Worker(settings.clone())).await?);
+    if let Some(watch) = Watch::of(options) {
+        report.add(measured(WATCHED, Candidate::Watched(settings, watch)).await?);
+        let late = |quantile| move |figures: &Figures| figures.ledger.lateness_us.value_at_quantile(quantile) as f64;
+        report.note_ratio_of("p50_watched_to_unwatched", WATCHED, late(0.5));
+        report.note_ratio_of("p99_watched_to_unwatched", WATCHED, late(0.99));
+        report.note_ratio_of("cpu_watched_to_unwatched", WATCHED, |figures| figures.working_cpu_s);
+    }
     if !options.alone {
         report.add(measured("poller, 10 ms", poller(10)).await?);
         report.add(measured("poller, 100 ms", poller(100)).await?);

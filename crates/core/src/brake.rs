@@ -84,6 +84,24 @@ impl Counts {
         self.closed_by_due.is_empty() && self.woken_closed + self.woken_paid + self.answers.asked == 0
     }
 
+    /// Adds what was counted later.
+    pub fn append(&mut self, later: &Self) {
+        for (minute, closed) in &later.closed_by_due {
+            *self.closed_by_due.entry(*minute).or_default() += closed;
+        }
+        self.woken_closed += later.woken_closed;
+        self.woken_paid += later.woken_paid;
+        self.answers.add(&later.answers);
+        self.total = self.total.max(later.total);
+    }
+
+    /// What was counted since the last call.
+    #[must_use]
+    pub fn take(&mut self) -> Self {
+        let next = Self { total: self.total, ..Self::default() };
+        std::mem::replace(self, next)
+    }
+
     /// An order that fell due then was closed.
     pub fn note_closed(&mut self, deadline: Deadline) {
         *self.closed_by_due.entry(minute_of(deadline)).or_default() += 1;

@@ -3,11 +3,12 @@
 //!
 //! On a thread of its own, so that settings can name it before an environment exists. Checks no signature.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use order_timeout::config::Settings;
 use order_timeout_core::kind::Kind;
@@ -65,6 +66,52 @@ struct State {
     pause: Duration,
     asked: usize,
     cancelled: usize,
+    load: LoadWatch,
+}
+
+/// The load as the service sees it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SeenLoad {
+    /// The most calls under way at a time, from the last byte of a request to the first of its answer.
+    pub concurrency: usize,
+    /// The most requests that arrived within any second.
+    pub requests_per_s: usize,
+}
+
+#[derive(Debug, Default)]
+struct LoadWatch {
+    under_way: usize,
+    /// The arrivals of the last second.
+    arrivals: VecDeque<Instant>,
+    most: SeenLoad,
+}
+
+impl LoadWatch {
+    fn note_arrival(&mut self, now: Instant) {
+        self.under_way += 1;
+        self.arrivals.push_back(now);
+        while self.arrivals.front().is_some_and(|first| now.duration_since(*first) >= Duration::from_secs(1)) {
+            self.arrivals.pop_front();
+        }
+        self.most.concurrency = self.most.concurrency.max(self.under_way);
+        self.most.requests_per_s = self.most.requests_per_s.max(self.arrivals.len());
+    }
+}
+
+/// A call that is under way.
+struct UnderWay<'a>(&'a Mutex<State>);
+
+impl<'a> UnderWay<'a> {
+    fn begin(state: &'a Mutex<State>) -> Self {
+        state.lock().expect("no holder panics").load.note_arrival(Instant::now());
+        Self(state)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.lock().expect("no holder panics").load.under_way -= 1;
+    }
 }
 
 /// What the service's connections share.
@@ -117,14 +164,24 @@ impl PaymentService {
     /// the settings.
     pub fn join(&self, settings: &mut Settings, name: &str, limits: LimitsSettings) {
         let provider = HttpSettings {
-            url: format!("http://{}", self.address),
-            bearer_token_file: Some(self.token.path().to_owned()),
+            url: self.url(),
+            bearer_token_file: Some(self.token_file().to_owned()),
             hmac_key_file: None,
             ca_file: None,
             limits,
         };
         settings.providers.0.insert(name.to_owned(), ProviderSettings::Http(provider));
         settings.kinds.entry(Kind::ORDER).or_default().providers.push(name.to_owned());
+    }
+
+    /// Its address, for a worker in a process of its own.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// The file with the token that it is sent.
+    pub fn token_file(&self) -> &Path {
+        self.token.path()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -183,6 +240,11 @@ impl PaymentService {
     pub fn calls(&self) -> (usize, usize) {
         let state = self.state();
         (state.asked, state.cancelled)
+    }
+
+    /// The largest load so far.
+    pub fn seen_load(&self) -> SeenLoad {
+        self.state().load.most
     }
 }
 
@@ -258,6 +320,7 @@ async fn answer_all(stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
         if is_dead {
             return Ok(());
         }
+        let under_way = UnderWay::begin(&shared.state);
         tokio::time::sleep(pause).await;
         let met = *outage.borrow_and_update();
         shared.failed.fetch_add(usize::from(met.is_some()), Ordering::SeqCst);
@@ -276,6 +339,8 @@ async fn answer_all(stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
             },
         };
         let head = format!("HTTP/1.1 {status}\r\ncontent-type: {sort}\r\ncontent-length: {}\r\n\r\n", said.len());
+        // Before the answer, behind which the worker may send the next call at once.
+        drop(under_way);
         stream.write_all((head + &said).as_bytes()).await?;
         stream.flush().await?;
     }

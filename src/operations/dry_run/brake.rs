@@ -13,7 +13,7 @@ use order_timeout_core::brake::{
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Deadline;
 
-use crate::effects::brake::count_due;
+use crate::effects::due_count::count_due;
 use crate::effects::sweep::Sweeper;
 use crate::postgres::closing_minutes::{self, KEPT_MINUTES};
 use crate::postgres::warm_connections::WarmConnections;
@@ -69,7 +69,7 @@ impl DryBrake {
         if self.foreseen_in.is_some_and(|counted| counted >= self.now) {
             return Ok(());
         }
-        let counted = count_due(connections, &sweeper.statement(), at).await;
+        let counted = count_due(connections.database(), &sweeper.statement(), at).await;
         let counted = counted.map_err(|error| failed(one_line(&error)))?;
         let first = if is_first { self.now } else { self.now + FORESEEN_MINUTES_BEFORE };
         for minute in first..=minute_of(at + FORESEE_AHEAD) {

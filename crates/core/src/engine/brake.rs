@@ -50,8 +50,7 @@ impl Brake {
 
     /// What was counted since the last call.
     pub fn take_counts(&mut self) -> Counts {
-        let next = Counts { total: self.counts.total, ..Counts::default() };
-        std::mem::replace(&mut self.counts, next)
+        self.counts.take()
     }
 
     /// How many more orders may be given to a closer.
