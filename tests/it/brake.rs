@@ -130,6 +130,7 @@ fn silent_provider_trips_and_keeps_stock() {
     let service = PaymentService::start();
     let settings = |settings: &mut Settings| {
         swept_at_once(settings);
+        settings.closing.retry_first = Duration::from_millis(50);
         settings.closing.retry_longest = Duration::from_millis(500);
         service.join(settings, "card", wide_limits());
     };

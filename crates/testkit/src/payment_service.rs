@@ -47,6 +47,8 @@ struct State {
     pause: Duration,
     asked: usize,
     cancelled: usize,
+    /// Each call that was carried out, with the state that was answered.
+    answered: Vec<String>,
 }
 
 /// A running service. Ends when dropped.
@@ -85,7 +87,7 @@ impl PaymentService {
     /// the settings.
     pub fn join(&self, settings: &mut Settings, name: &str, limits: LimitsSettings) {
         let provider = HttpSettings {
-            url: format!("http://{}", self.address),
+            url: self.url(),
             bearer_token_file: Some(self.token.path().to_owned()),
             hmac_key_file: None,
             ca_file: None,
@@ -93,6 +95,11 @@ impl PaymentService {
         };
         settings.providers.0.insert(name.to_owned(), ProviderSettings::Http(provider));
         settings.kinds.entry(Kind::ORDER).or_default().providers.push(name.to_owned());
+    }
+
+    /// Where it is reached.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -136,6 +143,11 @@ impl PaymentService {
     pub fn calls(&self) -> (usize, usize) {
         let state = self.state();
         (state.asked, state.cancelled)
+    }
+
+    /// What was answered to each call, in order: `ask: open`, `cancel: closed`.
+    pub fn answered(&self) -> Vec<String> {
+        self.state().answered.clone()
     }
 }
 
@@ -217,6 +229,13 @@ fn decide(path: &str, asked: &Value, state: &Mutex<State>) -> Result<Value, Faul
     if cancels && *truth == Truth::Open {
         *truth = Truth::Closed;
     }
+    let truth = *truth;
+    let word = match truth {
+        Truth::Open => "open",
+        Truth::Closed => "closed",
+        Truth::Paid => "paid",
+    };
+    state.answered.push(format!("{}: {word}", if cancels { "cancel" } else { "ask" }));
     Ok(match truth {
         Truth::Open => json!({ "reference": reference, "state": "open" }),
         Truth::Closed => json!({ "reference": reference, "state": "closed" }),

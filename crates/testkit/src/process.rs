@@ -7,6 +7,9 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
+use order_timeout_core::kind::Kind;
+use order_timeout_providers::ProviderSettings;
+use order_timeout_providers::settings::LimitsSettings;
 use secrecy::ExposeSecret;
 
 use crate::linux::{self, Signal, wait_until_stopped};
@@ -41,7 +44,6 @@ pub fn rings_file(settings: &Settings) -> PathBuf {
 /// The settings of a test environment as `--set` arguments. Rings cannot be given on a command line, so they go into a
 /// file in the build directory, together with the lead: neither is accepted without the other.
 fn settings_arguments(settings: &Settings) -> Vec<String> {
-    let millis = |duration: Duration| format!("{}ms", duration.as_millis());
     let rings: Vec<String> = settings
         .delay
         .rings
@@ -55,7 +57,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
     // Replaced atomically: a worker that has just been started may be reading it.
     let mut whole = tempfile::NamedTempFile::new_in(scratch_folder()).unwrap();
     writeln!(whole, "[delay]\nlead = \"{}\"\nrings = [{}]", millis(settings.delay.lead), rings.join(", ")).unwrap();
-    whole.write_all(mapping(settings).as_bytes()).unwrap();
+    whole.write_all((mapping(settings) + &providers(settings)).as_bytes()).unwrap();
     whole.persist(&file).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
@@ -81,6 +83,10 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
         ("retry.missing_for", millis(settings.retry.missing_for)),
         ("http.listen", settings.http.listen.0.map_or_else(String::new, |address| address.to_string())),
         ("retry.max_attempts", settings.retry.max_attempts.to_string()),
+        ("closing.in_progress_wait", millis(settings.closing.in_progress_wait)),
+        ("closing.retry_first", millis(settings.closing.retry_first)),
+        ("closing.retry_longest", millis(settings.closing.retry_longest)),
+        ("closing.max_rounds", settings.closing.max_rounds.to_string()),
     ] {
         arguments.extend(["--set".to_owned(), format!("{key}={value}")]);
     }
@@ -91,6 +97,33 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
 fn mapping(settings: &Settings) -> String {
     let origins = settings.kinds.values().filter_map(|kind| kind.origin.as_ref());
     origins.map(|file| format!("\n{}", std::fs::read_to_string(file).expect("the file of the mapping"))).collect()
+}
+
+/// The payment services of the settings, and which of them orders in the default tables are asked about at.
+fn providers(settings: &Settings) -> String {
+    let mut text = String::new();
+    for (name, provider) in &settings.providers.0 {
+        let ProviderSettings::Http(http) = provider else { panic!("only payment services of `payment_service.rs`") };
+        let (url, token, limits) = (&http.url, http.bearer_token_file.as_deref(), &http.limits);
+        let token = token.expect("a payment service has a token").display();
+        let LimitsSettings { concurrency, requests_per_s, timeout, queue_timeout, failures_to_open, open_for } = limits;
+        let [timeout, queue_timeout, open_for] = [timeout, queue_timeout, open_for].map(|limit| millis(*limit));
+        text += &format!(
+            "\n[providers.{name}]\nkind = \"http\"\nurl = \"{url}\"\nbearer_token_file = \"{token}\"
+             [providers.{name}.limits]\nconcurrency = {concurrency}\nrequests_per_s = {requests_per_s}
+             timeout = \"{timeout}\"\nqueue_timeout = \"{queue_timeout}\"
+             failures_to_open = {failures_to_open}\nopen_for = \"{open_for}\"\n"
+        );
+    }
+    let asked = settings.providers_of(&Kind::ORDER);
+    if !asked.is_empty() {
+        text += &format!("\n[kinds.order]\nproviders = {asked:?}\n");
+    }
+    text
+}
+
+fn millis(duration: Duration) -> String {
+    format!("{}ms", duration.as_millis())
 }
 
 /// A command's output as (exit code, standard output, standard error).
