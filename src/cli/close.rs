@@ -82,7 +82,7 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     for id in &ids {
         let (word, why, settled) = describe(id, &findings);
         // Claimed: a worker asks the provider, and then closes it or settles it as paid.
-        all_settled &= settled || claims && word == Outcome::Closing.as_str();
+        all_settled &= settled || [Outcome::Claimed, Outcome::Closing].iter().any(|one| claims && word == one.as_str());
         match why {
             Some(why) if args.json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
             None if args.json => output.line(json!({ "order_id": id, "outcome": word })),
