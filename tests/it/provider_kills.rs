@@ -148,6 +148,43 @@ const UNPAID: Kill = Kill {
 const PAID: Kill = Kill { is_paid: true, answered: &["ask: paid"], ..UNPAID };
 
 #[test]
+fn kill_before_question_closes_once() {
+    killed_at(Kill { bytes: "POST /ask", ..UNPAID });
+}
+
+#[test]
+fn kill_before_answer_closes_once() {
+    killed_at(Kill {
+        bytes: "POST /ask",
+        then: Then::StallAnswers,
+        killed: ("closing", 1, 0),
+        answered: &["ask: open", "ask: open", "cancel: closed"],
+        ..UNPAID
+    });
+}
+
+#[test]
+fn kill_before_cancel_closes_once() {
+    killed_at(Kill {
+        bytes: "POST /cancel",
+        killed: ("closing", 1, 0),
+        answered: &["ask: open", "ask: open", "cancel: closed"],
+        ..UNPAID
+    });
+}
+
+#[test]
+fn kill_before_cancel_answer_closes_once() {
+    killed_at(Kill {
+        bytes: "POST /cancel",
+        then: Then::StallAnswers,
+        killed: ("closing", 1, 1),
+        answered: &["ask: open", "cancel: closed", "ask: closed"],
+        ..UNPAID
+    });
+}
+
+#[test]
 fn kill_before_close_commit_closes_once() {
     killed_at(Kill {
         before: Before::Database,
