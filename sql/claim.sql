@@ -5,7 +5,7 @@
 --   $2 path text    which path claims them: alarm | look_ahead | sweep | manual
 --
 --   order_id text, outcome text, deadline timestamptz
---   outcome: closing (claimed now or before) | paid | already_closed | not_due | busy | malformed; no row: the order does
+--   outcome: claimed (now) | closing (claimed before) | paid | already_closed | not_due | busy | malformed; no row: the order does
 --   not exist.
 --
 -- A claimed order is `closing`: a payment that locks its row sees that and can refuse. It keeps its stock.
@@ -72,7 +72,7 @@ SELECT a.text_id AS order_id,
        CASE
            WHEN a.id IS NULL THEN 'malformed'
            -- IN, not a join: the planner estimates one row and would use a nested loop over all pairs of orders.
-           WHEN a.id IN (SELECT c.id FROM claimed c) THEN 'closing'
+           WHEN a.id IN (SELECT c.id FROM claimed c) THEN 'claimed'
            WHEN l.id IS NULL THEN 'busy'
            WHEN l.status = 'paid' THEN 'paid'
            WHEN l.status = 'closing' THEN 'closing'

@@ -8,7 +8,7 @@
 --                        two lists of unknown length by comparing each with every other
 --   $5 attempt_orders text[], $6 providers text[], $7 references text[]  the attempts that are proved to be closed
 --
---   order_id text, outcome text, deadline timestamptz
+--   order_id text, outcome text, deadline timestamptz, closed_by text (the path that claimed it, if it is closed)
 --   outcome: closed | already_paid | already_closed | not_due | no_deadline | busy | attempts_changed | kept | lease_lost
 --
 -- One statement is one transaction: status, stock, resources, part payments, history, event, attempts and the end of the
@@ -138,7 +138,9 @@ SELECT a.text_id AS order_id,
            WHEN l.expires_at IS NULL THEN 'no_deadline'
            ELSE 'not_due'
        END AS outcome,
-       l.expires_at AS deadline
+       l.expires_at AS deadline,
+       -- An object, as $4, and no join.
+       (SELECT jsonb_object_agg(c.id::text, c.closed_by) FROM closed c) ->> a.text_id AS closed_by
 FROM asked a
 LEFT JOIN locked l ON l.id = a.id
 -- So that part payments are released in any case: a SELECT that is not read is not run.

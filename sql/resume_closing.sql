@@ -7,7 +7,7 @@
 --   $4 queues    text[]    queues of which fewer can be taken
 --   $5 limits    bigint[]  how many of each
 --
---   order_id text, lease bigint, queue text, rounds integer, has_waited boolean,
+--   order_id text, lease bigint, queue text, rounds integer, has_waited boolean, was_judged boolean,
 --   provider text, reference text, amount_minor bigint, currency text, state text, payable_until timestamptz
 --   One row for each attempt that is not decided; an order without any has one row with NULLs.
 WITH RECURSIVE queues (name) AS (
@@ -47,9 +47,9 @@ leased AS (
     SET lease = hashtextextended(gen_random_uuid()::text, 0), next_attempt_at = clock_timestamp() + make_interval(secs => $2::float8)
     -- kind || '': so that the primary key is used and not the index of what is due.
     WHERE c.kind || '' = $1::text AND c.order_id = ANY (ARRAY(SELECT d.order_id FROM due d))
-    RETURNING c.order_id, c.lease, c.queue, c.rounds, c.has_waited
+    RETURNING c.order_id, c.lease, c.queue, c.rounds, c.has_waited, c.step <> 'claimed' AS was_judged
 )
-SELECT l.order_id, l.lease, l.queue, l.rounds, l.has_waited,
+SELECT l.order_id, l.lease, l.queue, l.rounds, l.has_waited, l.was_judged,
        p.provider, p.reference, p.amount_minor, p.currency, p.state, p.payable_until
 FROM leased l
 -- Every attempt, not only the last: a verdict on one is none on the order.

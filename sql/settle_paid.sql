@@ -9,7 +9,7 @@
 --      said of each: `paid`; `closed`; `differs` (paid, but not what the attempt was to pay); `refunded`
 --   $9 amounts bigint[], $10 currencies text[]  what was received of an attempt that differs; otherwise NULL
 --
---   order_id text, outcome text
+--   order_id text, outcome text, deadline timestamptz
 --   outcome: those of the function settle_asked_order | busy | lease_lost
 --
 -- One statement is one transaction: status, money, stock, resources, history, event, attempts and the end of the claim
@@ -143,7 +143,9 @@ SELECT a.text_id AS order_id,
            WHEN s.id IS NOT NULL THEN s.outcome
            WHEN a.id NOT IN (SELECT m.id FROM mine m) OR a.id IN (SELECT w.order_id FROM held_elsewhere w) THEN 'busy'
            ELSE 'lease_lost'
-       END AS outcome
+       END AS outcome,
+       -- An object, as $4, and no join.
+       ((SELECT jsonb_object_agg(l.id::text, l.expires_at) FROM locked l) ->> a.text_id)::timestamptz AS deadline
 FROM asked a
 LEFT JOIN settled s ON s.id = a.id
 WHERE (SELECT count(*) FROM consumed) >= 0

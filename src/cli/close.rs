@@ -13,7 +13,7 @@ use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
-use crate::operations::close_orders::{close_each, close_many, closer};
+use crate::operations::close_orders::{EachClosed, close_each, close_each_unless_paused, close_many, closer};
 use crate::operations::orders_statements;
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
@@ -75,19 +75,32 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     refuse_while_paused(&database, args).await?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
     let closer = closer(settings, &args.of.kind, WarmConnections::new(database), statements.close).await?;
-    let findings = close_each(&closer, &ids, &args.operator.operator(Uuid::now_v7())).await;
+    let operator = args.operator.operator(Uuid::now_v7());
+    let EachClosed { findings, tried, paused } = match args.although_paused {
+        true => EachClosed { findings: close_each(&closer, &ids, &operator).await, tried: ids.len(), paused: None },
+        false => close_each_unless_paused(&closer, &ids, &operator, &args.of.kind).await,
+    };
     let claims = !settings.providers_of(&args.of.kind).is_empty();
     let mut output = CommandOutcome::default();
     let mut all_settled = true;
-    for id in &ids {
+    for id in &ids[..tried] {
         let (word, why, settled) = describe(id, &findings);
         // Claimed: a worker asks the provider, and then closes it or settles it as paid.
-        all_settled &= settled || claims && word == Outcome::Closing.as_str();
+        all_settled &= settled || [Outcome::Claimed, Outcome::Closing].iter().any(|one| claims && word == one.as_str());
         match why {
             Some(why) if args.json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
             None if args.json => output.line(json!({ "order_id": id, "outcome": word })),
             Some(why) => output.line(format!("{id}: {word}: {why}")),
             None => output.line(format!("{id}: {word}")),
+        }
+    }
+    if let Some(paused) = paused {
+        all_settled = false;
+        let is_closed = |found: &CloseResult| matches!(found, Ok(found) if found.outcome == Outcome::Closed);
+        let (closed, left) = (findings.values().filter(|found| is_closed(found)).count(), ids.len() - tried);
+        match args.json {
+            true => output.line(json!({ "stopped": paused.to_string(), "closed": closed, "left": left })),
+            false => output.line(format!("stopped with {left} orders left and {closed} closed: {paused}")),
         }
     }
     output.code = u8::from(!all_settled);

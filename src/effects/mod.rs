@@ -20,8 +20,9 @@ use std::sync::{Arc, Mutex};
 
 use order_timeout_core::alarm::Rearm;
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, ClosingAction, Input};
+use order_timeout_core::engine::{Batch, ClosingAction, ClosingInput, Input};
 use order_timeout_core::order::{OddAnswer, SweepPage, Timestamp};
+use order_timeout_providers::Load;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -99,13 +100,20 @@ impl Effects {
     }
 
     /// Runs only for an engine that has a provider, which has these effects.
-    pub fn closing(&self, action: ClosingAction) {
+    pub fn closing(&self, action: ClosingAction, clock: DatabaseClock) {
         let Some(effects) = self.closing.clone() else { return };
+        let (recorder, began) = (self.recorder.clone(), std::time::Instant::now());
         let is_call = matches!(action, ClosingAction::Call(_));
         let calls_end = self.calls_end.clone();
         self.spawn(async move {
             tokio::select! {
-                input = effects.run(action) => vec![Input::Closing(input)],
+                input = effects.run(action) => {
+                    if let ClosingInput::Answered(call, answer) = &input {
+                        recorder.answered(call, answer, began.elapsed());
+                    }
+                    recorder.ended_at_provider(&effects.take_ended(), clock.now());
+                    vec![Input::Closing(input)]
+                }
                 () = calls_end.cancelled(), if is_call => Vec::new(),
             }
         });
@@ -116,14 +124,14 @@ impl Effects {
         self.calls_end.cancel();
     }
 
-    /// Whether orders are claimed, because a provider is asked.
-    pub fn claims(&self) -> bool {
-        self.closing.is_some()
-    }
-
     /// Why a provider is not asked at the moment.
     pub fn sick_provider(&self) -> Option<String> {
         self.closing.as_ref().and_then(ClosingEffects::sick_provider)
+    }
+
+    /// What the limits of each provider do, by name.
+    pub fn provider_loads(&self) -> Vec<(String, Load)> {
+        self.closing.as_ref().map(ClosingEffects::provider_loads).unwrap_or_default()
     }
 
     pub fn rearm(&self, jobs: Vec<Rearm>, clock: DatabaseClock) {

@@ -24,6 +24,10 @@ struct Closed {
     by_alarm: usize,
     by_look_ahead: usize,
     by_sweep: usize,
+    /// Of those above, after a payment provider was asked.
+    after_provider: usize,
+    /// Not closed: a payment provider says that they are paid.
+    settled: usize,
     /// Those with a known lateness.
     measured: usize,
     /// A uniform sample of the latenesses, and all of them while they are few.
@@ -37,6 +41,17 @@ impl CloseLog {
         self.closed.note(by, lateness);
     }
 
+    /// An order was closed after a payment provider was asked, or settled as paid.
+    pub fn note_at_provider(&mut self, closed_by: Option<ClosedBy>) {
+        match closed_by {
+            Some(by) => {
+                self.closed.note(by, None);
+                self.closed.after_provider += 1;
+            }
+            None => self.closed.settled += 1,
+        }
+    }
+
     /// Logs what was noted, if there is anything and nothing was logged within the last minute.
     pub fn log_due(&mut self) {
         if self.closed == Closed::default() || !self.throttle.is_due() {
@@ -44,11 +59,13 @@ impl CloseLog {
         }
         let mut closed = std::mem::take(&mut self.closed);
         let (lateness_p50_ms, lateness_max_ms) = (millis(closed.median()), millis(closed.longest));
-        let Closed { by_alarm, by_look_ahead, by_sweep, .. } = closed;
+        let Closed { by_alarm, by_look_ahead, by_sweep, after_provider, settled, .. } = closed;
         info!(
             by_alarm,
             by_look_ahead,
             by_sweep,
+            after_provider,
+            settled,
             lateness_p50_ms,
             lateness_max_ms,
             "orders closed since the last line like this one"
@@ -109,6 +126,15 @@ mod tests {
         assert_eq!((closed.by_alarm, closed.by_sweep, closed.measured), (3, 1, 3));
         assert_eq!((closed.median(), closed.longest), (Duration::from_millis(3), Duration::from_millis(5)));
         assert_eq!(millis(Duration::from_micros(1_234)), 1.2);
+    }
+
+    #[test]
+    fn closes_after_provider_have_no_lateness() {
+        let mut log = CloseLog::default();
+        log.note_at_provider(Some(ClosedBy::Alarm));
+        log.note_at_provider(None);
+        let Closed { by_alarm, after_provider, settled, measured, .. } = log.closed;
+        assert_eq!((by_alarm, after_provider, settled, measured), (1, 1, 1, 0));
     }
 
     #[test]

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use order_timeout_core::alarm::{ParkReason, SourceQueue};
-use order_timeout_core::engine::EndOutcome;
+use order_timeout_core::engine::{CallKind, EndOutcome};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseError, ClosedBy, Outcome};
+use order_timeout_providers::Load;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{
@@ -34,8 +35,8 @@ pub struct Listed {
     pub name: &'static str,
     /// Prometheus' metric type: counter, gauge or histogram.
     pub kind: &'static str,
-    /// Whether each kind has series of its own, with the label `kind`.
-    pub is_of_kind: bool,
+    /// The labels of what has series of its own: none, each kind, or each payment provider of a kind.
+    pub of: &'static [&'static str],
     /// What else distinguishes its series, if there are several.
     pub label: Option<Label>,
     /// The help text.
@@ -59,23 +60,24 @@ trait Instrument: Collector + Clone + Sized + 'static {
     const KIND: &'static str;
     const IS_READING: bool = false;
 
-    /// `kind`: the value of the label `kind`, if it has one.
-    fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self>;
+    /// `of`: the labels that all its series have.
+    fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self>;
 }
 
 /// The label that each kind's series have.
 const KIND: &str = "kind";
+/// The label that the series of each payment provider have besides.
+const PROVIDER: &str = "provider";
 
-fn options(listed: &Listed, kind: Option<&Kind>) -> Opts {
-    let options = Opts::new(listed.name, listed.help);
-    match kind {
-        Some(kind) => options.const_label(KIND, kind.as_str()),
-        None => options,
-    }
+/// Labels with the value that all series of a metric have.
+type Of<'a> = &'a [(&'static str, &'a str)];
+
+fn options(listed: &Listed, of: Of<'_>) -> Opts {
+    of.iter().fold(Opts::new(listed.name, listed.help), |options, (label, value)| options.const_label(*label, *value))
 }
 
-fn histogram_options(listed: &Listed, kind: Option<&Kind>) -> HistogramOpts {
-    HistogramOpts { common_opts: options(listed, kind), buckets: BUCKETS_S.to_vec() }
+fn histogram_options(listed: &Listed, of: Of<'_>) -> HistogramOpts {
+    HistogramOpts { common_opts: options(listed, of), buckets: BUCKETS_S.to_vec() }
 }
 
 /// Metrics without a label, and those with one.
@@ -84,17 +86,17 @@ macro_rules! instruments {
         impl Instrument for $single {
             const KIND: &'static str = $kind;
 
-            fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
-                Self::with_opts($options(listed, kind))
+            fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self> {
+                Self::with_opts($options(listed, of))
             }
         }
 
         impl Instrument for $labelled {
             const KIND: &'static str = $kind;
 
-            fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
+            fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self> {
                 let label = listed.label.expect("a metric with series has a label");
-                let family = Self::new($options(listed, kind), &[label.name])?;
+                let family = Self::new($options(listed, of), &[label.name])?;
                 for value in label.values {
                     let _created = family.with_label_values(&[*value]);
                 }
@@ -142,8 +144,8 @@ impl Instrument for Reading {
     const KIND: &'static str = "gauge";
     const IS_READING: bool = true;
 
-    fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
-        Ok(Self { gauge: Gauge::with_opts(options(listed, kind))?, is_known: Arc::default() })
+    fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self> {
+        Ok(Self { gauge: Gauge::with_opts(options(listed, of))?, is_known: Arc::default() })
     }
 }
 
@@ -176,16 +178,16 @@ impl Instrument for Readings {
     const KIND: &'static str = "gauge";
     const IS_READING: bool = true;
 
-    fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
+    fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self> {
         let label = listed.label.expect("a metric with series has a label");
-        Ok(Self(GaugeVec::new(options(listed, kind), &[label.name])?))
+        Ok(Self(GaugeVec::new(options(listed, of), &[label.name])?))
     }
 }
 
 /// A list of metrics and the struct that has them: field name, type, metric name, label with every value, and help.
 macro_rules! metrics {
     (
-        $(#[$doc:meta])* $name:ident $({ $registry:ident })?, $list:ident, of kind: $is_of_kind:literal;
+        $(#[$doc:meta])* $name:ident $({ $registry:ident })?, $list:ident, of: $of:expr;
         $($field:ident: $instrument:ty = $metric:literal $({ $label:literal: $values:expr })?, $help:literal;)*
     ) => {
         $(#[$doc])*
@@ -200,7 +202,7 @@ macro_rules! metrics {
             Listed {
                 name: $metric,
                 kind: <$instrument as Instrument>::KIND,
-                is_of_kind: $is_of_kind,
+                of: &$of,
                 label: metrics!(@label $($label, $values)?),
                 help: $help,
                 is_reading: <$instrument as Instrument>::IS_READING,
@@ -208,10 +210,10 @@ macro_rules! metrics {
         )*];
 
         impl $name {
-            fn register_all(registry: &Registry, kind: Option<&Kind>) -> prometheus::Result<Self> {
+            fn register_all(registry: &Registry, of: Of<'_>) -> prometheus::Result<Self> {
                 let mut listed = $list.iter();
                 $(
-                    let $field = <$instrument as Instrument>::new(listed.next().expect("as many as fields"), kind)?;
+                    let $field = <$instrument as Instrument>::new(listed.next().expect("as many as fields"), of)?;
                     registry.register(Box::new($field.clone()))?;
                 )*
                 Ok(Self { $($registry: registry.clone(),)? $($field,)* })
@@ -222,11 +224,18 @@ macro_rules! metrics {
     (@label $label:literal, $values:expr) => { Some(Label { name: $label, values: &$values }) };
 }
 
-/// All of our own metrics: those of the worker, then those that each kind has.
+/// All of our own metrics: those of the worker, those that each kind has, then those of each payment provider.
 pub fn listed() -> impl Iterator<Item = &'static Listed> {
-    OF_WORKER.iter().chain(OF_KIND)
+    OF_WORKER.iter().chain(OF_KIND).chain(OF_PROVIDER)
 }
 
+/// Of orders: those that were claimed by hand are closed by a worker, after it has asked a payment provider.
+const CLOSED_BY: [&str; 4] = [BY[0], BY[1], BY[2], ClosedBy::Manual.as_str()];
+const CLOSED: &str = "closed";
+const SETTLED: &str = "settled";
+const BREAKER_OPEN: &str = "breaker_open";
+const QUEUE_FULL: &str = "queue_full";
+const CALLS: [&str; 2] = [CallKind::Ask.as_str(), CallKind::Cancel.as_str()];
 const BY: [&str; 3] = [ClosedBy::Alarm.as_str(), ClosedBy::LookAhead.as_str(), ClosedBy::Sweep.as_str()];
 /// The label values for the two outboxes.
 pub const ALARMS: &str = "alarm";
@@ -234,11 +243,12 @@ pub const ALARMS: &str = "alarm";
 pub const EVENTS: &str = "event";
 const SOURCE_QUEUES: [&str; 3] =
     [SourceQueue::Timeout.as_str(), SourceQueue::Inbox.as_str(), SourceQueue::Parked.as_str()];
-const OUTCOMES: [&str; 12] = [
+const OUTCOMES: [&str; 13] = [
     Outcome::Closed.as_str(),
     Outcome::Paid.as_str(),
     Outcome::AlreadyClosed.as_str(),
     Outcome::Closing.as_str(),
+    Outcome::Claimed.as_str(),
     Outcome::NotDue.as_str(),
     Outcome::Busy.as_str(),
     Outcome::Malformed.as_str(),
@@ -272,7 +282,7 @@ const CLAIMED_OUTCOMES: [&str; 17] = [
 
 metrics! {
     /// The worker's metrics, without those that each kind has. Cheap to share behind an `Arc`.
-    Metrics { registry }, OF_WORKER, of kind: false;
+    Metrics { registry }, OF_WORKER, of: [];
     alarms_scheduled: IntCounter = "order_timeout_alarms_scheduled_total",
         "Alarms that the relay took out of alarm_outbox and the broker confirmed.";
     alarms_refused: IntCounter = "order_timeout_alarms_refused_total",
@@ -297,7 +307,7 @@ metrics! {
 
 metrics! {
     /// The metrics of one kind: whatever its engine, its closers and its session count.
-    KindMetrics, OF_KIND, of kind: true;
+    KindMetrics, OF_KIND, of: [KIND];
     alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "queue": SOURCE_QUEUES },
         "Alarms that the broker delivered, by the queue they came from.";
     alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
@@ -312,18 +322,18 @@ metrics! {
         "Alarms that the worker published into the wheel or back to the broker, confirmed.";
     alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": ParkReason::WORDS },
         "Alarms that could not be processed and were written to parked_alarms.";
-    orders_closed: IntCounterVec = "order_timeout_orders_closed_total" { "by": BY },
+    orders_closed: IntCounterVec = "order_timeout_orders_closed_total" { "by": CLOSED_BY },
         "Orders closed, by the path that closed them.";
     close_lateness: HistogramVec = "order_timeout_close_lateness_seconds" { "by": BY },
-        "Time from an order's deadline to the commit that closed it, by the database's clock.";
+        "Time from an order's deadline to the commit that closed it, by the database's clock; without orders of which a provider was asked.";
+    provider_close_lateness: HistogramVec = "order_timeout_provider_close_lateness_seconds" { "end": [CLOSED, SETTLED] },
+        "The same for orders of which a payment provider was asked, by how they ended; the wait for its answers is in it.";
     close_results: IntCounterVec = "order_timeout_close_results_total" { "outcome": OUTCOMES },
         "Orders that a batch tried to close, by outcome; an order that is retried counts again.";
     batch_duration: HistogramVec = "order_timeout_batch_duration_seconds" { "by": BY },
         "Duration of a batch's close statement, successful or not.";
     orders_asked_about: IntGauge = "order_timeout_orders_asked_about",
         "Claimed orders that this worker asks a payment provider about.";
-    provider_answers: IntCounterVec = "order_timeout_provider_answers_total" { "answer": ANSWERS },
-        "Calls to payment providers, by their answer; not_asked: the circuit breaker was open or the queue full.";
     claimed_results: IntCounterVec = "order_timeout_claimed_results_total" { "outcome": CLAIMED_OUTCOMES },
         "Claimed orders that a statement tried to close, settle or postpone, by outcome; an order that is retried counts again.";
     orders_swept: IntCounter = "order_timeout_orders_swept_total",
@@ -348,6 +358,21 @@ metrics! {
         "Round trip of the latest reading of the database's clock; the error is at most half of it. Absent while it cannot be read.";
 }
 
+metrics! {
+    /// The metrics of one payment provider that orders of a kind are asked about at.
+    ProviderMetrics, OF_PROVIDER, of: [KIND, PROVIDER];
+    answers: IntCounterVec = "order_timeout_provider_answers_total" { "answer": ANSWERS },
+        "Calls to the payment provider, by its answer; not_asked: the circuit breaker was open or the queue full.";
+    call_duration: HistogramVec = "order_timeout_provider_call_seconds" { "call": CALLS },
+        "Duration of a call to the payment provider, with the wait for its turn; without calls that were not made.";
+    breaker_open: IntGauge = "order_timeout_provider_breaker_open",
+        "1 from when the circuit breaker opens until a call to the payment provider succeeds.";
+    calls_waiting: IntGauge = "order_timeout_provider_calls_waiting",
+        "Calls that wait for their turn at the payment provider.";
+    calls_refused: IntCounterVec = "order_timeout_provider_calls_refused_total" { "reason": [BREAKER_OPEN, QUEUE_FULL] },
+        "Calls that were not made because the circuit breaker was open, or because their turn did not come in time.";
+}
+
 /// What the prometheus crate reads from /proc, on Linux.
 pub const PROCESS_METRICS: &[Listed] = &[
     process_metric("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
@@ -360,7 +385,7 @@ pub const PROCESS_METRICS: &[Listed] = &[
 ];
 
 const fn process_metric(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
-    Listed { name, kind, is_of_kind: false, label: None, help, is_reading: false }
+    Listed { name, kind, of: &[], label: None, help, is_reading: false }
 }
 
 impl Metrics {
@@ -368,7 +393,7 @@ impl Metrics {
     /// If the list has a duplicate or an invalid name; a test registers every metric.
     #[must_use]
     pub fn new() -> Self {
-        let metrics = Self::register_all(&Registry::new(), None).expect("the list is tested to be valid");
+        let metrics = Self::register_all(&Registry::new(), &[]).expect("the list is tested to be valid");
         metrics.build_info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
         #[cfg(target_os = "linux")]
         metrics
@@ -392,11 +417,46 @@ impl Metrics {
     /// If the kind has metrics already.
     #[must_use]
     pub fn of_kind(&self, kind: &Kind) -> KindMetrics {
-        KindMetrics::register_all(&self.registry, Some(kind)).expect("a kind is registered once")
+        KindMetrics::register_all(&self.registry, &[(KIND, kind.as_str())]).expect("a kind is registered once")
+    }
+}
+
+impl Metrics {
+    /// The metrics of this provider, on the same page. Once for each provider of a kind.
+    ///
+    /// # Panics
+    /// If the provider has metrics already.
+    #[must_use]
+    pub fn of_provider(&self, kind: &Kind, provider: &str) -> ProviderMetrics {
+        let of = [(KIND, kind.as_str()), (PROVIDER, provider)];
+        ProviderMetrics::register_all(&self.registry, &of).expect("a provider is registered once")
+    }
+}
+
+impl ProviderMetrics {
+    /// Shows what the limits do.
+    pub fn show(&self, load: &Load) {
+        self.breaker_open.set(i64::from(load.breaker_is_open));
+        self.calls_waiting.set(i64::try_from(load.waiting).unwrap_or(i64::MAX));
+        for (reason, refused) in [(BREAKER_OPEN, load.refused_by_breaker), (QUEUE_FULL, load.refused_by_queue)] {
+            let counter = self.calls_refused.with_label_values(&[reason]);
+            counter.inc_by(refused.saturating_sub(counter.get()));
+        }
     }
 }
 
 impl KindMetrics {
+    /// Counts an order that was closed by this path, or settled as paid, after a provider was asked.
+    pub fn ended_at_provider(&self, closed_by: Option<ClosedBy>, lateness: Option<Duration>) {
+        if let Some(by) = closed_by {
+            self.orders_closed.with_label_values(&[by.as_str()]).inc();
+        }
+        if let Some(lateness) = lateness {
+            let end = if closed_by.is_some() { CLOSED } else { SETTLED };
+            self.provider_close_lateness.with_label_values(&[end]).observe(lateness.as_secs_f64());
+        }
+    }
+
     /// Counts an order that was closed this long after its deadline.
     pub fn closed(&self, by: ClosedBy, lateness: Option<Duration>) {
         self.orders_closed.with_label_values(&[by.as_str()]).inc();
@@ -422,6 +482,7 @@ mod tests {
     fn renders_every_metric_from_start() {
         let metrics = Metrics::new();
         let _of_kind = metrics.of_kind(&Kind::ORDER);
+        let _of_provider = metrics.of_provider(&Kind::ORDER, "card");
         let text = metrics.render().unwrap();
         for listed in listed().filter(|listed| !listed.is_reading) {
             let (name, help, kind) = (listed.name, listed.help, listed.kind);
@@ -480,6 +541,27 @@ mod tests {
         let bucket = "order_timeout_close_lateness_seconds_bucket{by=\"sweep\",kind=\"order\",le=";
         assert!(text.contains(&format!("{bucket}\"0.005\"}} 1")), "{text}");
         assert!(text.contains(&format!("{bucket}\"0.002\"}} 0")), "{text}");
+    }
+
+    #[test]
+    fn each_provider_has_series_of_its_own() {
+        let page = Metrics::new();
+        let [card, bank] = ["card", "bank"].map(|name| page.of_provider(&Kind::ORDER, name));
+        let load = Load { breaker_is_open: true, waiting: 3, refused_by_breaker: 5, refused_by_queue: 0 };
+        // What is refused is counted since the start.
+        card.show(&Load { refused_by_breaker: 2, ..load });
+        card.show(&load);
+        bank.answers.with_label_values(&["paid"]).inc();
+        let text = page.render().unwrap();
+        for line in [
+            "order_timeout_provider_breaker_open{kind=\"order\",provider=\"card\"} 1",
+            "order_timeout_provider_breaker_open{kind=\"order\",provider=\"bank\"} 0",
+            "order_timeout_provider_calls_waiting{kind=\"order\",provider=\"card\"} 3",
+            "order_timeout_provider_calls_refused_total{kind=\"order\",provider=\"card\",reason=\"breaker_open\"} 5",
+            "order_timeout_provider_answers_total{answer=\"paid\",kind=\"order\",provider=\"bank\"} 1",
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "{line}\n{text}");
+        }
     }
 
     #[test]

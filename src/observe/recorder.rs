@@ -2,26 +2,28 @@
 //!
 //! Turns inputs and results into counts, and closes into a log line. Decides nothing, and nothing depends on its state.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, BatchResult, EndOutcome, Ended};
+use order_timeout_core::engine::{Batch, BatchResult, Call, EndOutcome, Ended};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
 use order_timeout_core::payment::Answer;
+use order_timeout_providers::Load;
 use tracing::{info, warn};
 
 use super::close_log::CloseLog;
 use super::last_hour::SharedLastHour;
 use super::served_kinds::ServedKinds;
 use super::zones::ZoneComparison;
+use crate::effects::closing::EndedOrder;
 use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
 use crate::observe::health::{Health, KindHealth};
-use crate::observe::metrics::{KindMetrics, Metrics};
+use crate::observe::metrics::{KindMetrics, Metrics, ProviderMetrics};
 use crate::observe::traces::Traces;
 use crate::postgres::closing_pauses::{Pause, PauseCause};
 
@@ -43,6 +45,7 @@ pub(crate) struct KindRecorder {
     pub metrics: Arc<KindMetrics>,
     zones: Arc<Mutex<Zones>>,
     close_log: Arc<Mutex<CloseLog>>,
+    providers: Arc<Mutex<BTreeMap<String, Arc<ProviderMetrics>>>>,
     last_hour: SharedLastHour,
 }
 
@@ -74,6 +77,7 @@ impl Recorder {
             metrics,
             zones: Arc::default(),
             close_log: Arc::default(),
+            providers: Arc::default(),
         }
     }
 
@@ -190,8 +194,8 @@ impl KindRecorder {
         }
     }
 
-    /// Counts a provider's answer to one call.
-    pub fn answered(&self, answer: &Answer) {
+    /// Counts a provider's answer to one call. `took`: with the wait for its turn.
+    pub fn answered(&self, call: &Call, answer: &Answer, took: Duration) {
         let word = match answer {
             Answer::Paid { .. } => "paid",
             Answer::Open => "open",
@@ -202,7 +206,39 @@ impl KindRecorder {
             Answer::Unknown(unknown) if unknown.was_asked => "unknown",
             Answer::Unknown(_) => "not_asked",
         };
-        self.metrics.provider_answers.with_label_values(&[word]).inc();
+        // A provider that is in no settings is not asked.
+        let Some(metrics) = self.provider(&call.attempt.provider) else { return };
+        metrics.answers.with_label_values(&[word]).inc();
+        if word != "not_asked" {
+            metrics.call_duration.with_label_values(&[call.kind.as_str()]).observe(took.as_secs_f64());
+        }
+    }
+
+    /// Shows what the limits of each provider do. The first call of each begins its series.
+    pub fn provider_loads(&self, loads: &[(String, Load)]) {
+        for (name, load) in loads {
+            let mut providers = self.providers.lock().unwrap_or_else(PoisonError::into_inner);
+            let begin = || Arc::new(self.worker.metrics.of_provider(&self.kind, name));
+            providers.entry(name.clone()).or_insert_with(begin).show(load);
+        }
+    }
+
+    fn provider(&self, name: &str) -> Option<Arc<ProviderMetrics>> {
+        self.providers.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+    }
+
+    /// Counts orders that were closed or settled after a provider was asked. Their lateness is not that of other closes: it
+    /// has the provider's answers in it.
+    pub fn ended_at_provider(&self, ended: &[EndedOrder], now: Timestamp) {
+        let mut close_log = self.close_log.lock().unwrap_or_else(PoisonError::into_inner);
+        for EndedOrder { closed_by, deadline } in ended {
+            self.metrics.ended_at_provider(*closed_by, deadline.map(|deadline| now.since(deadline)));
+            close_log.note_at_provider(*closed_by);
+            if let Some(by) = closed_by {
+                self.last_hour.note(*by, [None], Instant::now());
+            }
+        }
+        close_log.log_due();
     }
 
     /// Counts how claimed orders ended.

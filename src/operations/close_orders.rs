@@ -10,7 +10,7 @@ use order_timeout_core::order::{CloseError, CloseResult, OrderId, Outcome};
 use tokio_util::sync::CancellationToken;
 
 use super::paced::{BatchError, BatchOutcomes, FAILED, Progress, Waits, in_batches};
-use super::pause_closing;
+use super::pause_closing::{self, PauseError};
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::postgres::contract::StatementSource;
@@ -44,6 +44,36 @@ pub async fn close_each(closer: &Closer, ids: &[OrderId], operator: &Operator) -
         }
     }
     findings
+}
+
+/// What became of orders that were closed one by one.
+#[derive(Debug, Default)]
+pub struct EachClosed {
+    /// Of those that were tried; an order without an entry does not exist.
+    pub findings: HashMap<OrderId, CloseResult>,
+    /// How many were tried.
+    pub tried: usize,
+    /// Why the rest was not.
+    pub paused: Option<PauseError>,
+}
+
+/// The same as [`close_each`], until closing of this kind is paused.
+pub async fn close_each_unless_paused(
+    closer: &Closer,
+    ids: &[OrderId],
+    operator: &Operator,
+    kind: &Kind,
+) -> EachClosed {
+    let mut closed = EachClosed::default();
+    for id in ids {
+        if let Err(paused) = pause_closing::refuse_batch_while_paused(closer.connections(), kind).await {
+            closed.paused = Some(paused);
+            break;
+        }
+        closed.findings.extend(close_each(closer, std::slice::from_ref(id), operator).await);
+        closed.tried += 1;
+    }
+    closed
 }
 
 /// Closes many orders in batches, at most `rate` orders a second. Stops before a batch if closing of the kind

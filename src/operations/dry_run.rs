@@ -240,7 +240,7 @@ impl DryKind {
                 Outcome::Closed if !self.claims => {
                     Some(Verdict::WouldClose { reason: "it is unpaid, and its time is up" })
                 }
-                Outcome::Closing if self.claims => Some(Verdict::WouldClose {
+                Outcome::Claimed => Some(Verdict::WouldClose {
                     reason: "it is unpaid, and its time is up; if the payment provider says that it is not paid there",
                 }),
                 // Busy, or paid since the page was read: the next one does not have it any more.

@@ -166,7 +166,6 @@ impl EventLoop {
                 self.recorder.metrics.sweep_failures.inc();
                 self.warnings.note_not_swept(why);
             }
-            Input::Closing(ClosingInput::Answered(_, answer)) => self.recorder.answered(answer),
             Input::Closing(ClosingInput::Ended(_, ended)) => self.recorder.ended(ended),
             Input::Closing(ClosingInput::NotResumed(why)) => self.recorder.not_taken_over(why),
             _ => {}
@@ -198,6 +197,7 @@ impl EventLoop {
         self.recorder.degraded(Cause::AlarmsCirculate, snapshot.circulation.as_deref());
         self.recorder.degraded(Cause::BrokerPolicy, snapshot.broker_policy);
         self.recorder.degraded(Cause::ProviderAway, self.effects.sick_provider().as_deref());
+        self.recorder.provider_loads(&self.effects.provider_loads());
     }
 
     fn record_batch(&mut self, batch: &Batch, result: &BatchResult) {
@@ -209,8 +209,7 @@ impl EventLoop {
             Err(fault) => return self.warnings.note_failed_batch(batch, fault),
         };
         self.contract.answered(batch, result, std::time::Instant::now());
-        let claims = self.effects.claims();
-        let is_done = |outcome| outcome == Outcome::Closed || claims && outcome == Outcome::Closing;
+        let is_done = |outcome| matches!(outcome, Outcome::Closed | Outcome::Claimed);
         let closed = results.values().flatten().filter(|found| is_done(found.outcome)).count();
         // Without the broker no alarm is expected.
         if batch.by == ClosedBy::Sweep && closed > 0 && self.engine.snapshot(self.clock.now()).is_consuming {
@@ -228,7 +227,7 @@ impl EventLoop {
         for action in actions {
             match action {
                 Action::Close(batch) | Action::Claim(batch) => self.effects.close(batch, self.clock),
-                Action::Closing(action) => self.effects.closing(action),
+                Action::Closing(action) => self.effects.closing(action, self.clock),
                 // As above; then nothing is closed any more.
                 Action::PauseClosing(trip) => drop(self.outputs.closing_reports.send(ClosingReport::Trip(trip))),
                 Action::Rearm(jobs) => self.effects.rearm(jobs, self.clock),

@@ -165,6 +165,9 @@ impl KindWorker {
             None => by_statements(settings, kind, database).await?,
         };
         let closing = closing_with_provider(settings, kind).await?;
+        if let Some((_, effects)) = &closing {
+            recorder.provider_loads(&effects.provider_loads());
+        }
         let policy = policy(settings, kind, most_at_once);
         if let Err(error) = orders.warm_up().await {
             debug!(error, "connections for closers could not be made ready; they are tried again");

@@ -22,7 +22,7 @@ use uuid::Uuid;
 const SECOND: Duration = Duration::from_secs(1);
 
 /// Consumes all events, as a program of the shop would.
-async fn consume_events(env: &TestEnv) -> Consumer {
+pub async fn consume_events(env: &TestEnv) -> Consumer {
     let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
     let queue = env.channel.queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
     bind(env, queue.name().as_str()).await;
@@ -50,7 +50,7 @@ async fn bind(env: &TestEnv, queue: &str) {
 }
 
 /// Receives this many events.
-async fn receive(consumer: &mut Consumer, count: usize) -> Vec<Delivery> {
+pub async fn receive(consumer: &mut Consumer, count: usize) -> Vec<Delivery> {
     let mut received = Vec::new();
     while received.len() < count {
         let next = tokio::time::timeout(30 * SECOND, consumer.next()).await;
@@ -65,7 +65,7 @@ async fn assert_silent(consumer: &mut Consumer) {
     assert!(next.is_err(), "one event too many: {next:?}");
 }
 
-fn message_id(event: &Delivery) -> Uuid {
+pub fn message_id(event: &Delivery) -> Uuid {
     Uuid::parse_str(event.properties.message_id().as_ref().expect("a message id").as_str()).unwrap()
 }
 

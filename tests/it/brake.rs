@@ -173,6 +173,7 @@ fn silent_provider_trips_and_keeps_stock() {
     let service = PaymentService::start();
     let settings = |settings: &mut Settings| {
         swept_at_once(settings);
+        settings.closing.retry_first = Duration::from_millis(50);
         settings.closing.retry_longest = Duration::from_millis(500);
         service.join(settings, "card", wide_limits());
     };
@@ -204,6 +205,44 @@ fn silent_provider_trips_and_keeps_stock() {
         assert_eq!(env.count(BRAKED).await, 1);
         worker.stop().await;
         env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn missing_callbacks_trip_by_paid_answers() {
+    let service = PaymentService::start();
+    let settings = |settings: &mut Settings| {
+        swept_at_once(settings);
+        serve_http(settings);
+        service.join(settings, "card", wide_limits());
+    };
+    TestEnv::builder().settings(settings).run(async move |env| {
+        // Callbacks arrive, so that a provider says of one order in ten that it is paid.
+        let usual = "INSERT INTO closing_minutes (kind, minute, asked, asked_paid)
+                     SELECT 'order', date_trunc('minute', clock_timestamp()) - ago * interval '1 minute', 10, 1
+                     FROM generate_series(1, 1500) AS ago";
+        execute(&env, usual).await;
+        let orders = env.orders(150, Duration::ZERO).await;
+        orders.iter().for_each(|order| assert!(service.pay(&order.id.to_string())));
+        let attempts = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                        SELECT 'card', id::text, id::text, 1999, 'EUR' FROM orders";
+        execute(&env, attempts).await;
+        let worker = env.worker().await;
+        let why = braked_because(&env).await;
+        assert!(why.contains("says that") && why.contains("paid"), "{why}");
+        wait_for_figure(&worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+        let later = env.orders(20, Duration::ZERO).await;
+        resume(&env).await;
+        wait_for("each order ends", async || env.count(UNFINISHED).await == 0).await;
+        for order in &orders {
+            assert_eq!(env.status(order).await, "paid");
+        }
+        assert_eq!((env.closed().await, env.count(BRAKED).await), (later.len() as i64, 1));
+        worker.stop().await;
+        env.assert_ledger().await;
+        // Each order is counted once, with its first answer.
+        let asked = "SELECT sum(asked)::bigint FROM closing_minutes WHERE asked_paid <> 1";
+        assert!((100..=150).contains(&env.count(asked).await));
     });
 }
 

@@ -18,6 +18,7 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
+use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
 use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within};
@@ -33,7 +34,12 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 
 #[test]
 fn exposes_exactly_listed_metrics() {
-    TestEnv::builder().settings(serve_http).run(async |env| {
+    let service = PaymentService::start();
+    let settings = |settings: &mut Settings| {
+        serve_http(settings);
+        service.join(settings, "card", wide_limits());
+    };
+    TestEnv::builder().settings(settings).run(async |env| {
         let worker = env.worker().await;
         // Gauges appear with their first reading.
         for reading in [
@@ -64,8 +70,11 @@ fn assert_labels_are_listed(text: &str) {
     for found in series.captures_iter(text) {
         let Some(listed) = listed().find(|one| one.name == &found[1]) else { continue };
         let labels = found.get(2).map_or("", |labels| labels.as_str());
-        assert_eq!(labels.contains("kind=\"order\""), listed.is_of_kind, "{}", &found[0]);
-        let mut labels = label.captures_iter(labels).filter(|one| &one[1] != "le" && &one[1] != "kind");
+        for (name, value) in [("kind", "order"), ("provider", "card")] {
+            let has_label = labels.contains(&format!("{name}=\"{value}\""));
+            assert_eq!(has_label, listed.of.contains(&name), "{}", &found[0]);
+        }
+        let mut labels = label.captures_iter(labels).filter(|one| !["le", "kind", "provider"].contains(&&one[1]));
         let allowed = |one: &regex::Captures<'_>| {
             listed.label.is_some_and(|label| label.name == &one[1] && label.values.contains(&&one[2]))
         };
@@ -95,8 +104,9 @@ fn documented_metrics_match_listed_metrics() {
             let values = if label.name == "version" { String::new() } else { format!(": {}", label.values.join(", ")) };
             format!("`{}`{values}", label.name)
         });
-        let kind = if one.is_of_kind { "`kind`" } else { "" };
-        let labels = [kind, &label].into_iter().filter(|label| !label.is_empty()).collect::<Vec<_>>().join("; ");
+        let of: Vec<String> = one.of.iter().map(|name| format!("`{name}`")).collect();
+        let labels =
+            [of.join(", "), label].into_iter().filter(|label| !label.is_empty()).collect::<Vec<_>>().join("; ");
         format!("| `{}` | {} | {labels} | {} |", one.name, one.kind, one.help)
     };
     let rows: Vec<String> = listed().chain(PROCESS_METRICS).map(row).collect();

@@ -46,6 +46,7 @@ mod pending;
 mod plan;
 mod poolers;
 mod printed;
+mod provider_kills;
 mod providers;
 mod publisher;
 mod readme;

@@ -10,9 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use order_timeout::Settings;
 use order_timeout::http;
 use order_timeout::observe::metrics::{Metrics, PROCESS_METRICS, listed};
 use order_timeout_testkit::figures::serve_http;
+use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, wait_within};
 use regex::Regex;
@@ -328,7 +330,12 @@ const SCRAPED_TIMEOUT: Duration = Duration::from_secs(90);
 
 #[test]
 fn expressions_find_data_of_worker() {
-    TestEnv::builder().settings(serve_http).run(async |env| {
+    let service = PaymentService::start();
+    let settings = |settings: &mut Settings| {
+        serve_http(settings);
+        service.join(settings, "card", wide_limits());
+    };
+    TestEnv::builder().settings(settings).run(async |env| {
         let worker = env.worker().await;
         let Some(prometheus) = Prometheus::scraping(worker.http.unwrap()) else {
             worker.stop().await;

@@ -167,6 +167,28 @@ fn pause_stops_manual_close_between_batches() {
 }
 
 #[test]
+fn manual_close_stops_when_paused_meanwhile() {
+    let settings = |settings: &mut Settings| settings.database.lock_timeout = Duration::from_secs(4);
+    TestEnv::builder().settings(settings).run(async |env| {
+        let orders = env.orders(3, Duration::ZERO).await;
+        let ids: Vec<String> = orders.iter().map(|order| order.id.to_string()).collect();
+        let mut stock = env.pool.begin().await.unwrap();
+        sqlx::raw_sql("SELECT FROM stock FOR UPDATE").execute(&mut *stock).await.unwrap();
+        let (settings, named) = (env.settings.clone(), ids.clone());
+        let close =
+            tokio::spawn(async move { call_with(&settings, &["close", &named[0], &named[1], &named[2]]).await });
+        env.wait_for_lock_waiter().await;
+        let pause = "INSERT INTO closing_pauses (cause, reason, paused_by) VALUES ('operator', $1, 'ann')";
+        sqlx::query(pause).bind(WHY).execute(&env.pool).await.unwrap();
+        stock.rollback().await.unwrap();
+        let (code, said, why) = close.await.unwrap();
+        assert!(code == 1 && said.starts_with(&format!("{}: closed\n", ids[0])), "{said}{why}");
+        assert!(said.contains("stopped with 2 orders left and 1 closed") && said.contains(WHY), "{said}");
+        assert_eq!(env.closed().await, 1);
+    });
+}
+
+#[test]
 fn closing_is_paused_over_http() {
     let file = NamedTempFile::new().unwrap();
     TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {

@@ -11,6 +11,7 @@ use order_timeout::postgres::{Database, Operator};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Outcome;
 use order_timeout_providers::settings::LimitsSettings;
+use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
 use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
 use uuid::Uuid;
@@ -232,12 +233,58 @@ fn manual_close_claims_where_provider_is_asked() {
                 close_orders::closer(&env.settings, &Kind::ORDER, connections, statements.close).await.unwrap();
             let operator = Operator { who: "ann".into(), why: Some("a test".into()), run: Uuid::now_v7() };
             let found = close_orders::close_each(&closer, &[order.order_id()], &operator).await;
-            assert_eq!(found[&order.order_id()].as_ref().unwrap().outcome, Outcome::Closing);
+            assert_eq!(found[&order.order_id()].as_ref().unwrap().outcome, Outcome::Claimed);
             assert_eq!((env.status(&order).await.as_str(), service.calls()), ("closing", (0, 0)));
             let worker = env.worker().await;
             wait_for("the close", async || env.closed().await == 1).await;
             worker.stop().await;
             let history = "SELECT count(*) FROM order_events WHERE by = 'manual' AND who = 'ann' AND why = 'a test'";
             assert_eq!(env.count(history).await, 1);
+        });
+}
+
+#[test]
+fn closes_after_provider_have_own_metrics() {
+    let (card, bank) = (PaymentService::start(), PaymentService::start());
+    bank.set_dead(true);
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            serve_http(settings);
+            card.join(settings, "card", wide_limits());
+            bank.join(settings, "bank", LimitsSettings { failures_to_open: 1, ..wide_limits() });
+        })
+        .run(async move |env| {
+            let orders = env.orders(3, Duration::ZERO).await;
+            begin_attempts(&env, &orders, "card").await;
+            assert!(card.pay(&orders[0].id.to_string()));
+            let of_bank = env.order(Duration::ZERO).await;
+            begin_attempts(&env, &[of_bank], "bank").await;
+            let worker = env.worker().await;
+            wait_for("the closes", async || env.closed().await == 2 && in_state(&env, "paid").await == 1).await;
+            let count = |end: &str| format!("provider_close_lateness_seconds_count{{end=\"{end}\"}}");
+            wait_for_figure(&worker, &count("closed"), |value| value == 2.0).await;
+            wait_for_figure(&worker, &count("settled"), |value| value == 1.0).await;
+            wait_for_figure(&worker, "provider_breaker_open{provider=\"bank\"}", |value| value == 1.0).await;
+            let refused = "provider_calls_refused_total{provider=\"bank\",reason=\"breaker_open\"}";
+            wait_for_figure(&worker, refused, |value| value >= 1.0).await;
+            let figures = Figures::of(&worker).await;
+            let by =
+                |name: &str| ["alarm", "look_ahead", "sweep"].map(|by| figures.get(&format!("{name}{{by=\"{by}\"}}")));
+            assert_eq!(by("orders_closed_total").iter().sum::<f64>(), 2.0);
+            assert_eq!(by("close_lateness_seconds_count"), [0.0; 3], "no wait for a provider is in it");
+            for (series, expected) in [
+                ("provider_answers_total{answer=\"paid\",provider=\"card\"}", 1.0),
+                ("provider_answers_total{answer=\"open\",provider=\"card\"}", 2.0),
+                ("provider_answers_total{answer=\"closed\",provider=\"card\"}", 2.0),
+                ("provider_answers_total{answer=\"open\",provider=\"bank\"}", 0.0),
+                ("provider_call_seconds_count{call=\"ask\",provider=\"card\"}", 3.0),
+                ("provider_call_seconds_count{call=\"cancel\",provider=\"card\"}", 2.0),
+                ("provider_breaker_open{provider=\"card\"}", 0.0),
+                ("provider_calls_waiting{provider=\"card\"}", 0.0),
+            ] {
+                assert_eq!(figures.get(series), expected, "{series}");
+            }
+            worker.stop().await;
         });
 }

@@ -212,6 +212,12 @@ impl ClosedBy {
             Self::Manual => "manual",
         }
     }
+
+    /// Reads that word; `None` for any other.
+    #[must_use]
+    pub fn from_word(word: &str) -> Option<Self> {
+        [Self::Alarm, Self::LookAhead, Self::Sweep, Self::Manual].into_iter().find(|by| by.as_str() == word)
+    }
 }
 
 /// What the close statement found for one order. The words are those of `close.sql`'s column `outcome`;
@@ -227,6 +233,8 @@ pub enum Outcome {
     AlreadyClosed,
     /// A payment provider is being asked; the worker must not touch it.
     Closing,
+    /// It was unpaid and due, and a payment provider is asked from now on. Only a worker's own statement finds this.
+    Claimed,
     /// Unpaid, but its deadline lies in the future (it was extended, or the alarm came early).
     NotDue,
     /// Its row is locked by another session, most likely a payment.
@@ -246,6 +254,7 @@ impl Outcome {
             Self::Paid => "paid",
             Self::AlreadyClosed => "already_closed",
             Self::Closing => "closing",
+            Self::Claimed => "claimed",
             Self::NotDue => "not_due",
             Self::Busy => "busy",
             Self::Malformed => "malformed",
@@ -266,6 +275,12 @@ impl Outcome {
             "malformed" => Self::Malformed,
             _ => return None,
         })
+    }
+
+    /// The same for `claim.sql`.
+    #[must_use]
+    pub fn from_claim(word: &str) -> Option<Self> {
+        if word == Self::Claimed.as_str() { Some(Self::Claimed) } else { Self::from_contract(word) }
     }
 }
 

@@ -78,6 +78,11 @@ impl Breaker {
         }
     }
 
+    /// Whether it has opened, and no call has succeeded since.
+    pub(crate) fn is_open(&self) -> bool {
+        !matches!(self.state, State::Closed { .. })
+    }
+
     /// Takes note of what became of an admitted call.
     pub(crate) fn settle(&mut self, admission: Admission, result: CallResult, now: Instant) {
         if admission.phase != self.phase {

@@ -42,6 +42,19 @@ use crate::table::Row;
 /// [`LimitsSettings::longest_call`](settings::LimitsSettings::longest_call).
 pub type Pending<'a> = Pin<Box<dyn Future<Output = Answer> + Send + 'a>>;
 
+/// What the limits of a provider have done so far, and what they do now; for metrics.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Load {
+    /// The circuit breaker has opened, and no call has succeeded since.
+    pub breaker_is_open: bool,
+    /// Calls that wait for their turn.
+    pub waiting: usize,
+    /// Calls that were not made because the circuit breaker was open.
+    pub refused_by_breaker: u64,
+    /// Calls that were not made because their turn did not come in time.
+    pub refused_by_queue: u64,
+}
+
 /// A payment provider. Both calls may be repeated at any time, also after a crash between them, and never panic. Each
 /// ends within the time that the settings give it; a call that is dropped before has no other effect than one whose
 /// answer was lost. Neither tries again by itself: the caller knows when the order is worth another try.
@@ -52,6 +65,9 @@ pub trait Provider: Send + Sync {
     /// Asks the provider to take no payment for this attempt any more. The answer is the verdict: an attempt that was paid
     /// in the meantime is [`Answer::Paid`].
     fn cancel<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a>;
+
+    /// What its limits do.
+    fn load(&self) -> Load;
 }
 
 /// The providers of the settings, by name.
@@ -73,6 +89,11 @@ impl Providers {
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Arc<dyn Provider>> {
         self.0.get(name)
+    }
+
+    /// What the limits of each provider do, by name.
+    pub fn loads(&self) -> impl Iterator<Item = (&str, Load)> {
+        self.0.iter().map(|(name, provider)| (name.as_str(), provider.load()))
     }
 
     /// The names, in alphabetical order.

@@ -3,6 +3,7 @@
 //!
 //! Knows no protocol. The rate limit is in the [`client`](crate::client), because one call may need several requests.
 
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use crate::call_error::CallError;
 use crate::protocol::{self, Protocol};
 use crate::settings::LimitsSettings;
 use crate::table::Call;
-use crate::{Pending, Provider, settings};
+use crate::{Load, Pending, Provider, settings};
 
 /// A provider behind its limits.
 pub(crate) struct LimitedProvider<P> {
@@ -26,6 +27,25 @@ pub(crate) struct LimitedProvider<P> {
     queue_timeout: Duration,
     longest_call: Duration,
     health: Mutex<Health>,
+    waiting: AtomicUsize,
+    refused_by_breaker: AtomicU64,
+    refused_by_queue: AtomicU64,
+}
+
+/// A call that waits for its turn. Dropping it ends that.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn new(waiting: &'a AtomicUsize) -> Self {
+        waiting.fetch_add(1, Ordering::Relaxed);
+        Self(waiting)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 struct Health {
@@ -54,11 +74,19 @@ impl<P: Protocol> LimitedProvider<P> {
             queue_timeout: limits.queue_timeout,
             longest_call: limits.longest_call(),
             health: Mutex::new(Health { breaker: Breaker::new(breaker), last_fault: String::new() }),
+            waiting: AtomicUsize::new(0),
+            refused_by_breaker: AtomicU64::new(0),
+            refused_by_queue: AtomicU64::new(0),
         }
     }
 
     async fn call(&self, call: Call, attempt: &Attempt) -> Answer {
         let answer = self.within_limits(call, attempt).await;
+        match &answer {
+            Err(CallError::CircuitOpen { .. }) => self.refused_by_breaker.fetch_add(1, Ordering::Relaxed),
+            Err(CallError::QueueFull(_)) => self.refused_by_queue.fetch_add(1, Ordering::Relaxed),
+            _ => 0,
+        };
         answer.unwrap_or_else(|error| Answer::Unknown(error.into_unknown(&self.name)))
     }
 
@@ -68,7 +96,9 @@ impl<P: Protocol> LimitedProvider<P> {
         }
         // Before the queue: while the breaker is open, no call is to wait for its turn only to be refused.
         self.health().check()?;
+        let waiting = Waiting::new(&self.waiting);
         let permit = timeout(self.queue_timeout, self.permits.acquire()).await;
+        drop(waiting);
         let Ok(Ok(_permit)) = permit else { return Err(CallError::QueueFull(settings::section(&self.name))) };
         let admitted = Admitted::new(self)?;
         // Each step of a call is bounded; this is the bound of them all.
@@ -91,6 +121,15 @@ impl<P: Protocol> Provider for LimitedProvider<P> {
 
     fn cancel<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a> {
         Box::pin(self.call(Call::Cancel, attempt))
+    }
+
+    fn load(&self) -> Load {
+        Load {
+            breaker_is_open: self.health().breaker.is_open(),
+            waiting: self.waiting.load(Ordering::Relaxed),
+            refused_by_breaker: self.refused_by_breaker.load(Ordering::Relaxed),
+            refused_by_queue: self.refused_by_queue.load(Ordering::Relaxed),
+        }
     }
 }
 

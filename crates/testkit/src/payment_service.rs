@@ -67,6 +67,8 @@ struct State {
     asked: usize,
     cancelled: usize,
     load: LoadWatch,
+    /// Each call that was carried out, with the state that was answered.
+    answered: Vec<String>,
 }
 
 /// The load as the service sees it.
@@ -246,6 +248,11 @@ impl PaymentService {
     pub fn seen_load(&self) -> SeenLoad {
         self.state().load.most
     }
+
+    /// What was answered to each call, in order: `ask: open`, `cancel: closed`.
+    pub fn answered(&self) -> Vec<String> {
+        self.state().answered.clone()
+    }
 }
 
 impl Drop for PaymentService {
@@ -378,6 +385,13 @@ fn decide(path: &str, asked: &Value, state: &Mutex<State>) -> Result<Value, Faul
     if cancels && *truth == Truth::Open {
         *truth = Truth::Closed;
     }
+    let truth = *truth;
+    let word = match truth {
+        Truth::Open => "open",
+        Truth::Closed => "closed",
+        Truth::Paid => "paid",
+    };
+    state.answered.push(format!("{}: {word}", if cancels { "cancel" } else { "ask" }));
     Ok(match truth {
         Truth::Open => json!({ "reference": reference, "state": "open" }),
         Truth::Closed => json!({ "reference": reference, "state": "closed" }),

@@ -44,7 +44,6 @@ pub fn rings_file(settings: &Settings) -> PathBuf {
 /// The settings of a test environment as `--set` arguments. Rings cannot be given on a command line, so they go into a
 /// file in the build directory, together with the lead: neither is accepted without the other.
 fn settings_arguments(settings: &Settings) -> Vec<String> {
-    let millis = |duration: Duration| format!("{}ms", duration.as_millis());
     let rings: Vec<String> = settings
         .delay
         .rings
@@ -110,7 +109,6 @@ fn providers(settings: &Settings) -> String {
     if names.is_empty() {
         return String::new();
     }
-    let millis = |duration: Duration| format!("{}ms", duration.as_millis());
     let mut text = format!("\n[kinds.order]\nproviders = {names:?}\n");
     for name in names {
         let Some(ProviderSettings::Http(provider)) = settings.providers.0.get(name) else {
@@ -129,6 +127,10 @@ fn providers(settings: &Settings) -> String {
         );
     }
     text
+}
+
+fn millis(duration: Duration) -> String {
+    format!("{}ms", duration.as_millis())
 }
 
 /// A command's output as (exit code, standard output, standard error).

@@ -37,6 +37,8 @@ pub enum Then {
     CutAtAnswer,
     /// The server vanishes before it receives them, for all connections and without notice, as with [`Proxy::stall`].
     Vanish,
+    /// They are forwarded, and from then on no client receives anything, as with [`Proxy::stall_one_way`].
+    StallAnswers,
 }
 
 /// How bytes are forwarded in one direction.
@@ -407,6 +409,10 @@ impl Pump<'_> {
             Then::CutBefore => Err(cut_here()),
             Then::Vanish => {
                 self.wire.stall();
+                Ok(())
+            }
+            Then::StallAnswers => {
+                self.wire.rules.send_modify(|rules| rules.to_client = Flow::Stalled);
                 Ok(())
             }
             Then::CutAtAnswer => {

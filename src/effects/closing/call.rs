@@ -7,6 +7,7 @@ use std::pin::Pin;
 
 use order_timeout_core::engine::{Call, CallKind};
 use order_timeout_core::payment::{Answer, Attempt};
+use order_timeout_providers::Load;
 use tracing::debug;
 
 /// An answer that has not come yet.
@@ -25,6 +26,11 @@ pub trait Providers: Send + Sync {
     /// Why one of them is not asked at the moment; `None` if all are.
     fn sick(&self) -> Option<String> {
         None
+    }
+
+    /// What the limits of each do, by name; for metrics.
+    fn loads(&self) -> Vec<(String, Load)> {
+        Vec::new()
     }
 }
 

@@ -5,17 +5,19 @@
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{EndOutcome, Ending};
+use order_timeout_core::order::ClosedBy;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 
+use super::ended_orders::{EndedOrder, EndedOrders};
 use super::outcomes::{EndStatement, Outcomes};
 use super::statements::close_claimed_sql;
 use super::{AttemptColumns, answers_by_order};
 use crate::postgres::{Database, ErrorClass, classify};
 
 /// Runs it on this database.
-pub(super) struct CloseClaimed<'a>(pub &'a Database);
+pub(super) struct CloseClaimed<'a>(pub &'a Database, pub &'a EndedOrders);
 
 impl EndStatement for CloseClaimed<'_> {
     type Item = Ending;
@@ -25,15 +27,17 @@ impl EndStatement for CloseClaimed<'_> {
     }
 
     async fn run(&self, endings: &[Ending]) -> Result<Outcomes, sqlx::Error> {
-        match close(self.0, endings, true).await {
+        let rows = match close(self.0, endings, true).await {
             // The others must not wait again for an article that another session holds; its orders are reported as busy.
-            Err(error) if classify(&error) == ErrorClass::Locked => close(self.0, endings, false).await,
-            answer => answer,
-        }
+            Err(error) if classify(&error) == ErrorClass::Locked => close(self.0, endings, false).await?,
+            answer => answer?,
+        };
+        self.1.add(rows.iter().filter_map(read_closed));
+        rows.iter().map(|row| Ok((row.try_get("order_id")?, read_outcome(row)?))).collect()
     }
 }
 
-async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<Outcomes, sqlx::Error> {
+async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<Vec<PgRow>, sqlx::Error> {
     let closed = AttemptColumns::closed(endings);
     let query = sqlx::query(close_claimed_sql())
         .bind(endings.iter().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
@@ -43,8 +47,14 @@ async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<O
         .bind(closed.orders)
         .bind(closed.providers)
         .bind(closed.references);
-    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
-    rows.iter().map(|row| Ok((row.try_get("order_id")?, read_outcome(row)?))).collect()
+    database.run(async |connection| query.fetch_all(connection).await).await
+}
+
+/// `None` if the order was not closed. What cannot be read is not counted.
+fn read_closed(row: &PgRow) -> Option<EndedOrder> {
+    let closed_by = ClosedBy::from_word(row.try_get::<Option<&str>, _>("closed_by").ok()??)?;
+    let deadline: Option<Timestamptz> = row.try_get("deadline").ok()?;
+    Some(EndedOrder { closed_by: Some(closed_by), deadline: deadline.map(|Timestamptz(moment)| moment) })
 }
 
 fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {

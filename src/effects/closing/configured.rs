@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use order_timeout_core::InvalidSetting;
 use order_timeout_core::payment::{Answer, Attempt, Unknown};
-use order_timeout_providers::{Provider, ProvidersSettings};
+use order_timeout_providers::{Load, Provider, ProvidersSettings};
 
 use super::{AnswerFuture, Providers};
 
@@ -74,5 +74,9 @@ impl Providers for ConfiguredProviders {
         let mut sick = self.sick.lock().unwrap_or_else(PoisonError::into_inner);
         sick.retain(|_, (since, _)| since.elapsed() < SICK_FOR);
         sick.values().next().map(|(_, why)| format!("orders wait, with their stock reserved, for {why}"))
+    }
+
+    fn loads(&self) -> Vec<(String, Load)> {
+        self.providers.loads().map(|(name, load)| (name.to_owned(), load)).collect()
     }
 }

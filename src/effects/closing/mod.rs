@@ -7,6 +7,7 @@
 mod call;
 mod close_claimed;
 mod configured;
+mod ended_orders;
 mod outcomes;
 mod postpone;
 mod resume;
@@ -18,11 +19,14 @@ use std::sync::Arc;
 
 use order_timeout_core::engine::{AttemptKey, ClosingAction, ClosingInput, Ending, EndingKind};
 use order_timeout_core::order::OrderId;
+use order_timeout_providers::Load;
 use tracing::debug;
 
 pub use call::{AnswerFuture, Providers};
 use close_claimed::CloseClaimed;
 pub use configured::ConfiguredProviders;
+pub(crate) use ended_orders::EndedOrder;
+use ended_orders::EndedOrders;
 use outcomes::end_each;
 pub use postpone::POSTPONE_SQL;
 use postpone::Postpone;
@@ -40,19 +44,31 @@ const KIND: &str = "order";
 pub struct ClosingEffects {
     database: Database,
     providers: Arc<dyn Providers>,
+    ended: EndedOrders,
 }
 
 impl ClosingEffects {
     /// On a pool that the closers do not use: they must not wait for this.
     #[must_use]
     pub fn new(database: Database, providers: Arc<dyn Providers>) -> Self {
-        Self { database, providers }
+        Self { database, providers, ended: EndedOrders::default() }
     }
 
     /// Why a provider is not asked at the moment.
     #[must_use]
     pub fn sick_provider(&self) -> Option<String> {
         self.providers.sick()
+    }
+
+    /// What the limits of each provider do, by name.
+    #[must_use]
+    pub fn provider_loads(&self) -> Vec<(String, Load)> {
+        self.providers.loads()
+    }
+
+    /// The orders that were closed or settled since the last call, by any clone of this.
+    pub(crate) fn take_ended(&self) -> Vec<EndedOrder> {
+        self.ended.take()
     }
 
     /// Runs an action, and returns what the engine is to be told.
@@ -69,12 +85,14 @@ impl ClosingEffects {
                 let answer = call::call(&*self.providers, &call).await;
                 ClosingInput::Answered(call, answer)
             }
-            ClosingAction::CloseClaimed(endings) => {
-                ClosingInput::Ended(EndingKind::Close, end_each(&CloseClaimed(&self.database), endings).await)
-            }
-            ClosingAction::SettlePaid(endings) => {
-                ClosingInput::Ended(EndingKind::SettlePaid, end_each(&SettlePaid(&self.database), endings).await)
-            }
+            ClosingAction::CloseClaimed(endings) => ClosingInput::Ended(
+                EndingKind::Close,
+                end_each(&CloseClaimed(&self.database, &self.ended), endings).await,
+            ),
+            ClosingAction::SettlePaid(endings) => ClosingInput::Ended(
+                EndingKind::SettlePaid,
+                end_each(&SettlePaid(&self.database, &self.ended), endings).await,
+            ),
             ClosingAction::Postpone(ends) => {
                 ClosingInput::Ended(EndingKind::Postpone, end_each(&Postpone(&self.database), ends).await)
             }

@@ -50,6 +50,7 @@ fn read_claim(order_id: String, row: &PgRow) -> Result<Claim, sqlx::Error> {
         queue: row.try_get("queue")?,
         rounds: u32::try_from(rounds).map_err(decode)?,
         has_waited: row.try_get("has_waited")?,
+        was_judged: row.try_get("was_judged")?,
         attempts: Vec::new(),
     })
 }

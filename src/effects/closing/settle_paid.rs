@@ -3,18 +3,21 @@
 //!
 //! Whether the money covers what the order costs is decided by the statement, on the locked row.
 
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{AttemptKey, EndOutcome, Ending, PaidEnding};
 use order_timeout_core::payment::Money;
 use sqlx::Row;
+use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 
+use super::ended_orders::{EndedOrder, EndedOrders};
 use super::outcomes::{EndStatement, Outcomes};
 use super::statements::settle_paid_sql;
 use super::{AttemptColumns, answers_by_order};
 use crate::postgres::{Database, ErrorClass, classify};
 
 /// Runs it on this database.
-pub(super) struct SettlePaid<'a>(pub &'a Database);
+pub(super) struct SettlePaid<'a>(pub &'a Database, pub &'a EndedOrders);
 
 impl EndStatement for SettlePaid<'_> {
     type Item = PaidEnding;
@@ -24,11 +27,13 @@ impl EndStatement for SettlePaid<'_> {
     }
 
     async fn run(&self, endings: &[PaidEnding]) -> Result<Outcomes, sqlx::Error> {
-        match settle(self.0, endings, true).await {
+        let rows = match settle(self.0, endings, true).await {
             // As in `close_claimed.rs`.
-            Err(error) if classify(&error) == ErrorClass::Locked => settle(self.0, endings, false).await,
-            answer => answer,
-        }
+            Err(error) if classify(&error) == ErrorClass::Locked => settle(self.0, endings, false).await?,
+            answer => answer?,
+        };
+        self.1.add(rows.iter().filter_map(read_settled));
+        rows.iter().map(|row| Ok((row.try_get("order_id")?, outcome(row.try_get("outcome")?)?))).collect()
     }
 }
 
@@ -72,7 +77,7 @@ impl<'a> Said<'a> {
     }
 }
 
-async fn settle(database: &Database, endings: &[PaidEnding], waits: bool) -> Result<Outcomes, sqlx::Error> {
+async fn settle(database: &Database, endings: &[PaidEnding], waits: bool) -> Result<Vec<PgRow>, sqlx::Error> {
     let all = || endings.iter().map(|paid| &paid.ending);
     let said = Said::of(endings);
     let query = sqlx::query(settle_paid_sql())
@@ -86,8 +91,14 @@ async fn settle(database: &Database, endings: &[PaidEnding], waits: bool) -> Res
         .bind(said.states)
         .bind(said.amounts)
         .bind(said.currencies);
-    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
-    rows.iter().map(|row| Ok((row.try_get("order_id")?, outcome(row.try_get("outcome")?)?))).collect()
+    database.run(async |connection| query.fetch_all(connection).await).await
+}
+
+/// `None` if the order was not settled now. What cannot be read is not counted.
+fn read_settled(row: &PgRow) -> Option<EndedOrder> {
+    (row.try_get::<&str, _>("outcome").ok()? == EndOutcome::Settled.as_str()).then_some(())?;
+    let deadline: Option<Timestamptz> = row.try_get("deadline").ok()?;
+    Some(EndedOrder { closed_by: None, deadline: deadline.map(|Timestamptz(moment)| moment) })
 }
 
 fn outcome(word: &str) -> Result<EndOutcome, sqlx::Error> {

@@ -201,7 +201,7 @@ impl ContractWatch {
             Outcome::NotDue => format!(
                 "{overdue} finds order {order_id} overdue, but {close} returns {word}, so it is never closed: let both compare the same deadline with the same clock, and check that no trigger suppresses the UPDATE"
             ),
-            Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing | Outcome::Busy => format!(
+            Outcome::Paid | Outcome::AlreadyClosed | Outcome::Claimed | Outcome::Closing | Outcome::Busy => format!(
                 "{overdue} finds order {order_id} overdue again and again, but {close} returns {word}: let it return only orders that are to be closed, by their status"
             ),
         }

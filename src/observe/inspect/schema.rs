@@ -279,13 +279,20 @@ const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[
     },
 ];
 
+/// What the statements call that settle orders as paid. No role may call them unless it is granted.
+const PROVIDER_FUNCTIONS: &[&str] = &[
+    "settle_asked_order(text, text[], text[], bigint[], text[], boolean[], text)",
+    "paid_attempts(text)",
+    "consume_reserved(uuid[])",
+];
+
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing";
 const ADD_EARLY_CLOSE_CHECK: &str =
     "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
 
 /// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table,
-/// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights
-/// and indexes of a missing table are not checked.
+/// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed; `$10`
+/// functions. Columns, rights and indexes of a missing table are not checked.
 const CATALOG_QUERY: &str = "
 SELECT pg_is_in_recovery() AS is_standby,
        current_setting('transaction_read_only') = 'on' AS is_read_only,
@@ -331,13 +338,21 @@ SELECT pg_is_in_recovery() AS is_standby,
            WHERE k.conrelid = to_regclass('orders') AND k.contype = 'c' AND k.conkey @> ARRAY(
                SELECT a.attnum FROM pg_attribute a
                WHERE a.attrelid = k.conrelid AND a.attname IN ('closed_at', 'expires_at'))
-       ) AS no_early_close_check";
+       ) AS no_early_close_check,
+       ARRAY(
+           SELECT n.f FROM unnest($10::text[]) WITH ORDINALITY AS n(f, place) WHERE to_regprocedure(n.f) IS NULL ORDER BY n.place
+       ) AS missing_functions,
+       ARRAY(
+           SELECT n.f FROM unnest($10::text[]) WITH ORDINALITY AS n(f, place)
+           WHERE NOT has_function_privilege(to_regprocedure(n.f)::oid, 'EXECUTE') ORDER BY n.place
+       ) AS forbidden_functions";
 
 /// What a worker needs in its schema.
 #[derive(Debug)]
 pub struct Schema {
     tables: Vec<Table>,
     indexes: Vec<Index>,
+    functions: &'static [&'static str],
     /// Whether the statements are our own, for the default orders tables.
     is_ours: bool,
 }
@@ -356,6 +371,8 @@ struct Catalog {
     /// Positions of missing indexes in the list of indexes, from 1.
     indexes: Vec<i32>,
     no_early_close_check: bool,
+    missing_functions: Vec<String>,
+    forbidden_functions: Vec<String>,
 }
 
 impl Schema {
@@ -377,7 +394,7 @@ impl Schema {
             tables.extend(DEFAULT_ORDERS_TABLES);
             indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
         }
-        Self { tables, indexes, is_ours }
+        Self { tables, indexes, functions: &[], is_ours }
     }
 
     /// Of a worker that asks a payment provider before it closes an order.
@@ -385,6 +402,7 @@ impl Schema {
     pub fn with_provider(mut self) -> Self {
         self.tables.extend(PROVIDER_TABLES);
         self.indexes.extend(INDEXES_OF_PROVIDER_TABLES);
+        self.functions = PROVIDER_FUNCTIONS;
         self
     }
 
@@ -410,7 +428,8 @@ impl Schema {
             .bind(self.indexes.iter().map(|index| index.first_column).collect::<Vec<_>>())
             .bind(self.indexes.iter().map(|index| index.unique).collect::<Vec<_>>())
             .bind(self.indexes.iter().map(|index| index.condition).collect::<Vec<_>>())
-            .bind(self.is_ours);
+            .bind(self.is_ours)
+            .bind(self.functions);
         let row = database.run(async |connection| query.fetch_one(connection).await).await?;
         Ok(self.judge(&read(&row)?))
     }
@@ -456,6 +475,10 @@ impl Schema {
         if catalog.no_early_close_check {
             faults.push(Fault::new(NO_EARLY_CLOSE_CHECK, ADD_EARLY_CLOSE_CHECK));
         }
+        if !catalog.missing_functions.is_empty() {
+            let what = format!("the function {} is missing", catalog.missing_functions.join(", "));
+            faults.push(Fault::new(what, "create it as the last migration that names it does"));
+        }
         faults
     }
 }
@@ -471,6 +494,13 @@ fn what_is_forbidden(catalog: &Catalog) -> Vec<Fault> {
     let mut faults = Vec::new();
     if !rights.is_empty() {
         faults.push(Fault::new(format!("the role {role} lacks {}", listed(&rights)), "GRANT it"));
+    }
+    if !catalog.forbidden_functions.is_empty() {
+        let functions = catalog.forbidden_functions.join(", ");
+        faults.push(Fault::new(
+            format!("the role {role} lacks EXECUTE ON FUNCTION {functions}, without which no order is settled as paid"),
+            format!("GRANT EXECUTE ON FUNCTION {functions} TO {role}"),
+        ));
     }
     if !catalog.row_security.is_empty() {
         faults.push(row_security(role, &catalog.row_security));
@@ -515,6 +545,8 @@ fn read(row: &PgRow) -> Result<Catalog, sqlx::Error> {
         row_security: row.try_get("row_security")?,
         indexes: row.try_get("indexes")?,
         no_early_close_check: row.try_get("no_early_close_check")?,
+        missing_functions: row.try_get("missing_functions")?,
+        forbidden_functions: row.try_get("forbidden_functions")?,
     })
 }
 

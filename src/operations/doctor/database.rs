@@ -251,7 +251,10 @@ fn long_transactions(open: &[OpenTransaction]) -> Finding {
 }
 
 async fn schema(database: &Database, settings: &Settings, facts: &Facts, checks: &mut Checks) {
-    let schema = Schema::new(settings);
+    let mut schema = Schema::new(settings);
+    if settings.asks_providers() {
+        schema = schema.with_provider();
+    }
     match schema.look(database).await {
         Ok(found) => {
             found.into_iter().for_each(|(cause, faults)| faults.iter().for_each(|fault| of_cause(cause, fault, checks)))

@@ -7,6 +7,7 @@ use order_timeout::operations::doctor::{CheckName, Options, examine};
 use order_timeout::postgres;
 use order_timeout_core::delay::Strategy;
 use order_timeout_testkit::away::on_private_database;
+use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
 use regex::Regex;
@@ -145,6 +146,7 @@ async fn broken_databases_are_found(env: Arc<TestEnv>) {
     long_transaction_is_found(&mut stack).await;
     first_backlog_is_found(&mut stack).await;
     swept_orders_are_found(&mut stack).await;
+    missing_execute_is_found(&mut stack).await;
     unusable_addresses_are_found(&mut stack).await;
     missing_setup_is_found(&stack).await;
     stack.assert_nothing_found("the end").await;
@@ -193,6 +195,22 @@ async fn first_backlog_is_found(stack: &mut Stack) {
     assert_eq!((code, stderr.as_str()), (0, ""));
     stack.assert_nothing_found("the backlog accepted").await;
     stack.sql("TRUNCATE orders CASCADE").await;
+}
+
+async fn missing_execute_is_found(stack: &mut Stack) {
+    let (service, without) = (PaymentService::start(), stack.settings.clone());
+    service.join(&mut stack.settings, "card", wide_limits());
+    let finding = stack.found(CheckName::RoleRights).await;
+    let lacks = "lacks EXECUTE ON FUNCTION settle_asked_order(text";
+    assert!(finding.what.contains(lacks) && finding.what.contains("consume_reserved(uuid[])"), "{finding:?}");
+    execute(&stack.env.pool, &finding.fix).await;
+    stack.assert_nothing_found("the grant").await;
+    stack.sql("ALTER FUNCTION paid_attempts(text) RENAME TO former").await;
+    let finding = stack.found(CheckName::SchemaComplete).await;
+    assert!(finding.what.contains("the function paid_attempts(text) is missing"), "{finding:?}");
+    stack.sql("ALTER FUNCTION former(text) RENAME TO paid_attempts").await;
+    stack.assert_nothing_found("the function").await;
+    stack.settings = without;
 }
 
 async fn swept_orders_are_found(stack: &mut Stack) {

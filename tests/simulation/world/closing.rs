@@ -109,7 +109,8 @@ impl World {
                 open.push(ClaimedAttempt { attempt: attempt.to_attempt(), recorded, payable_until: None });
             }
         }
-        Claim { order_id, lease, queue, rounds, has_waited, attempts: open }
+        let was_judged = rounds > 0 || has_waited;
+        Claim { order_id, lease, queue, rounds, has_waited, was_judged, attempts: open }
     }
 
     /// What the statements of the three ends do.

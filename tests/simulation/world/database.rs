@@ -142,7 +142,7 @@ impl World {
             return Ok(found);
         }
         let has_closed =
-            found.values().flatten().any(|found| matches!(found.outcome, Outcome::Closed | Outcome::Closing));
+            found.values().flatten().any(|found| matches!(found.outcome, Outcome::Closed | Outcome::Claimed));
         self.note_if(has_closed, Event::CommitAnswerLost);
         Err(unavailable())
     }
@@ -205,7 +205,7 @@ impl World {
             }
             if found.outcome == Outcome::Closed && self.has_provider {
                 self.claim(&order_id, batch.by, now);
-                found.outcome = Outcome::Closing;
+                found.outcome = Outcome::Claimed;
             } else if found.outcome == Outcome::Closed {
                 row.record_close(now, batch.by);
                 closed += 1;
@@ -222,7 +222,7 @@ impl World {
     fn note_outcome(&mut self, outcome: Outcome, by: ClosedBy) {
         self.note(match outcome {
             // Noted where it happened.
-            Outcome::Closing => return,
+            Outcome::Claimed | Outcome::Closing => return,
             Outcome::Closed if by == ClosedBy::Sweep => Event::ClosedBySweep,
             Outcome::Closed => Event::ClosedByAlarm,
             Outcome::Paid => Event::FoundPaid,

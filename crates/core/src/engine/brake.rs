@@ -84,8 +84,8 @@ impl Brake {
                     self.counts.note_closed(deadline);
                     closed += u64::from(batch.by == ClosedBy::Alarm);
                 }
-                // Claimed; or before, by another alarm, which is rare.
-                Outcome::Closing if self.claims => self.counts.note_closed(deadline),
+                // Not `Closing`: it was counted when it was claimed.
+                Outcome::Claimed => self.counts.note_closed(deadline),
                 Outcome::Paid => paid += u64::from(batch.by == ClosedBy::Alarm),
                 _ => {}
             }

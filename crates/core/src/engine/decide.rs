@@ -34,7 +34,7 @@ pub(super) fn decide_after_close(policy: &Policy, item: &WorkItem, result: Close
         Ok(CloseOutcome { outcome, deadline }) => match outcome {
             Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => Decision::Ack,
             // Handled by the process that asks the provider, from its own index, never from an unacknowledged message.
-            Outcome::Closing => Decision::Ack,
+            Outcome::Claimed | Outcome::Closing => Decision::Ack,
             Outcome::NotDue => not_due(policy, item, deadline, now),
             Outcome::Busy => Decision::Pause,
             Outcome::Malformed => Decision::Park(
@@ -76,7 +76,7 @@ pub(super) fn decide_after_sweep(result: &CloseResult, others_fail_too: bool) ->
         Ok(CloseOutcome { outcome, .. }) => match outcome {
             Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => SweepDecision::Settled(MAX_BACKOFF),
             // It may be unpaid again at any time.
-            Outcome::Closing => SweepDecision::Settled(MAX_BLAMELESS_BACKOFF),
+            Outcome::Claimed | Outcome::Closing => SweepDecision::Settled(MAX_BLAMELESS_BACKOFF),
             Outcome::Busy => SweepDecision::RetryBusy,
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => SweepDecision::BackOff,
         },

@@ -417,7 +417,7 @@ impl Engine {
 
     /// Claimed orders wait in the database; the closing protocol takes them over from there.
     fn note_claimed(&mut self, result: &BatchResult, now: Timestamp) {
-        let is_claimed = |found: &CloseResult| matches!(found, Ok(found) if found.outcome == Outcome::Closing);
+        let is_claimed = |found: &CloseResult| matches!(found, Ok(found) if found.outcome == Outcome::Claimed);
         if let (Some(closing), Ok(results)) = (&mut self.closing, result)
             && results.values().any(is_claimed)
         {

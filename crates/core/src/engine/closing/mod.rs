@@ -59,6 +59,8 @@ struct Order {
     end: Option<End>,
     /// How often its statement found a lock or no database.
     pauses: u32,
+    /// The brake was told of it.
+    is_counted: bool,
 }
 
 /// The orders that belong to this worker, and when it looks for more.
@@ -253,7 +255,9 @@ impl Closing {
             let full = self.full_provider_of(&claim);
             // If it is here already, its lease has run out: answers to the calls of the earlier one are ignored.
             self.ends.remove(&id);
-            self.orders.insert(id.clone(), Order { claimed: ClaimedOrder::new(claim), end: None, pauses: 0 });
+            let is_counted = claim.was_judged || self.orders.get(&id).is_some_and(|order| order.is_counted);
+            let order = Order { claimed: ClaimedOrder::new(claim), end: None, pauses: 0, is_counted };
+            self.orders.insert(id.clone(), order);
             self.to_call.push(id.clone());
             match full {
                 _ if self.draining => self.give_back(&id, now),
@@ -287,10 +291,12 @@ impl Closing {
 
     /// Decides how an order ends, if no call about it is missing.
     fn conclude(&mut self, id: &OrderId, now: Timestamp) {
-        let Some(order) = self.orders.get(id) else { return };
+        let Some(order) = self.orders.get_mut(id) else { return };
         let Some(verdict) = order.claimed.verdict() else { return };
         let rounds = order.claimed.claim.rounds;
-        self.answers.note(&order.claimed.claim, &verdict);
+        if !std::mem::replace(&mut order.is_counted, true) {
+            self.answers.note(&order.claimed.claim, &verdict);
+        }
         match verdict {
             OrderVerdict::Close { closed } => self.end_with(id, now, |ending| End::Close(Ending { closed, ..ending })),
             OrderVerdict::SettlePaid { paid, closed, differing, refunded } => self.end_with(id, now, |ending| {

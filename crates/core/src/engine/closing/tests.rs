@@ -18,6 +18,16 @@ fn attempt_at(provider: &str, reference: &str) -> ClaimedAttempt {
     ClaimedAttempt { attempt, recorded: Recorded::Open, payable_until: None }
 }
 
+#[test]
+fn order_with_lost_lease_counts_once() {
+    let mut closing = resumed(vec![claim("1", &["pi_1"])]);
+    answer_all(&mut closing, &paid(), at_ms(1));
+    // Its verdict is not written when its lease is over.
+    closing.handle(ClosingInput::Resumed(vec![Claim { lease: Lease(2), ..claim("1", &["pi_1"]) }]), at_ms(2));
+    answer_all(&mut closing, &paid(), at_ms(3));
+    assert_eq!(closing.take_answer_counts(), ProviderCounts { asked: 1, paid: 1, unknown: 0 });
+}
+
 pub(super) fn key(reference: &str) -> AttemptKey {
     AttemptKey { provider: "stripe".into(), reference: reference.into() }
 }
@@ -29,6 +39,7 @@ pub(super) fn claim(order: &str, attempts: &[&str]) -> Claim {
         queue: if attempts.is_empty() { String::new() } else { "stripe".into() },
         rounds: 0,
         has_waited: false,
+        was_judged: false,
         attempts: attempts.iter().map(|reference| attempt(reference)).collect(),
     }
 }
@@ -328,9 +339,10 @@ fn each_order_counts_once_for_brake() {
     let mut closing = resumed(vec![claim("1", &["pi_1"]), claim("2", &[])]);
     answer_all(&mut closing, &not_asked, at_ms(1));
     assert_eq!(closing.take_answer_counts(), ProviderCounts { asked: 1, paid: 0, unknown: 1 }, "one has no attempt");
-    // It comes again, as if it were the first time.
+    // It comes again, here or at another worker.
     for answer in [not_asked, paid()] {
-        closing.handle(ClosingInput::Resumed(vec![Claim { lease: Lease(2), ..claim("1", &["pi_1"]) }]), at_ms(2));
+        let again = Claim { lease: Lease(2), was_judged: true, ..claim("1", &["pi_1"]) };
+        closing.handle(ClosingInput::Resumed(vec![again]), at_ms(2));
         answer_all(&mut closing, &answer, at_ms(3));
         assert_eq!(closing.take_answer_counts(), ProviderCounts::default());
     }

@@ -69,6 +69,8 @@ pub struct Claim {
     pub rounds: u32,
     /// Whether it has waited for a customer who was paying.
     pub has_waited: bool,
+    /// Whether a worker has written a verdict about it before, also one for which no provider was asked.
+    pub was_judged: bool,
     /// Every attempt that is not decided: neither closed, nor late money, nor refunded.
     pub attempts: Vec<ClaimedAttempt>,
 }

@@ -31,7 +31,7 @@ fn due_order_is_claimed_then_taken_over() {
     let mut actions = engine.poll_actions(at_ms(102));
     let Some(Action::Claim(batch)) = actions.pop() else { panic!("{actions:?}") };
     let receipt = receipt(&batch.items[0]);
-    finish(&mut engine, batch, &found(Outcome::Closing), at_ms(103));
+    finish(&mut engine, batch, &found(Outcome::Claimed), at_ms(103));
     let actions = engine.poll_actions(at_ms(103));
     let [Action::Closing(ClosingAction::Resume(_)), Action::Settle(settled)] = &actions[..] else {
         panic!("{actions:?}")
@@ -59,7 +59,7 @@ fn engine_without_provider_closes_at_once() {
 #[test]
 fn claims_count_as_closes_for_brake() {
     let mut engine = engine();
-    for (order, outcome) in [("a", Outcome::Closing), ("b", Outcome::Paid)] {
+    for (order, outcome) in [("a", Outcome::Claimed), ("a", Outcome::Closing), ("b", Outcome::Paid)] {
         engine.handle(delivered(order, at_ms(100), 1, 1), at_ms(100));
         let Some(Action::Claim(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no claim") };
         finish(&mut engine, batch, &found(outcome), at_ms(103));
