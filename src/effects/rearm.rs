@@ -4,6 +4,7 @@
 //! Reports which alarms the broker has confirmed, because the old message is acknowledged only after that, and which
 //! not.
 
+use std::collections::BTreeMap;
 use std::iter;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -70,9 +71,44 @@ impl Rearmer {
         Self { names, router, confirmed, slots, fault_throttle: Arc::default() }
     }
 
-    /// Publishes all of them.
+    /// Publishes all of them. A slot that did not confirm is tried after the others and by itself, because its messages
+    /// make those that are sent with them wait as long as itself.
     pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
         let (rearms, mut written) = self.declare_slots_for(rearms, clock.now()).await;
+        let (rearms, suspects) = self.apart(rearms, clock.now());
+        let mut first_fault = self.publish(rearms, clock, &mut written).await;
+        for of_slot in suspects {
+            if written.confirmed.is_empty() && !written.failed.is_empty() {
+                // The broker answers nothing; the other slots would not be confirmed either.
+                written.failed.extend(of_slot);
+                continue;
+            }
+            let fault = self.publish(of_slot, clock, &mut written).await;
+            first_fault = first_fault.or(fault);
+        }
+        if let Some(fault) = first_fault {
+            self.log_failures(written.failed.len() + written.refused.len(), &fault);
+        }
+        written
+    }
+
+    /// Takes out the alarms for slots that did not confirm, slot by slot.
+    fn apart(&self, rearms: Vec<Rearm>, now: Timestamp) -> (Vec<Rearm>, Vec<Vec<Rearm>>) {
+        if !self.slots.has_suspects() {
+            return (rearms, Vec::new());
+        }
+        let (mut others, mut suspects) = (Vec::new(), BTreeMap::<String, Vec<Rearm>>::new());
+        for rearm in rearms {
+            match self.slots.suspect(&self.place(&rearm, now)) {
+                Some(queue) => suspects.entry(queue).or_default().push(rearm),
+                None => others.push(rearm),
+            }
+        }
+        (others, suspects.into_values().collect())
+    }
+
+    /// Returns why the first that was not confirmed was not.
+    async fn publish(&self, rearms: Vec<Rearm>, clock: DatabaseClock, written: &mut Written) -> Option<PublishError> {
         let mut placements = Vec::with_capacity(rearms.len());
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
@@ -88,14 +124,8 @@ impl Rearmer {
         // If the broker does not answer, the last ones were never sent.
         let placements = placements.into_iter().map(Some).chain(iter::repeat(None));
         for ((rearm, result), placement) in rearms.into_iter().zip(results).zip(placements) {
-            match (&result, placement) {
-                (Ok(()), Some(placement)) => self.slots.note_confirmed(&placement),
-                (Err(PublishError::Unconfirmed(_)), Some(placement)) => self.slots.note_unconfirmed(&placement, true),
-                // The broker may answer nothing, or a new leader be elected.
-                (Err(PublishError::TimedOut(_) | PublishError::Nacked), Some(placement)) => {
-                    self.slots.note_unconfirmed(&placement, false);
-                }
-                _ => {}
+            if let Some(placement) = placement {
+                self.slots.note_result(&placement, &result);
             }
             match result {
                 Ok(()) => written.confirmed.push(rearm.receipt),
@@ -108,10 +138,7 @@ impl Rearmer {
                 }
             }
         }
-        if let Some(fault) = first_fault {
-            self.log_failures(written.failed.len() + written.refused.len(), &fault);
-        }
-        written
+        first_fault
     }
 
     /// Returns the alarms that can be sent, and those whose slot is missing and cannot be declared. By the time an alarm is

@@ -36,8 +36,7 @@ struct Unconfirmed {
     last: Instant,
 }
 
-/// How long a slot that does not confirm is avoided. Then one batch tries it again, and waits for its confirm in vain if
-/// it is still unusable.
+/// How long a slot that does not confirm is avoided. Then it is tried again.
 const AVOIDED_FOR: Duration = Duration::from_secs(60);
 /// How long such a slot is named after it was last tried.
 const NAMED_FOR: Duration = Duration::from_secs(900);
@@ -103,19 +102,29 @@ impl SlotDeclarer {
         self.known.lock().expect("no holder panics").clear();
     }
 
-    /// A message for this placement was not confirmed, or refused. `is_lasting`: the slot did not answer while the broker
-    /// confirmed others. Otherwise it may be over in a moment, and only the second in a row counts.
-    pub fn note_unconfirmed(&self, placement: &Placement, is_lasting: bool) {
-        let Some(slot) = self.slot_of(placement) else { return };
-        let mut unconfirmed = self.unconfirmed.lock().expect("no holder panics");
-        let before = unconfirmed.get(&slot.queue.name).map_or(0, |before| before.half_failures);
-        let half_failures = before.saturating_add(if is_lasting { 2 } else { 1 });
-        unconfirmed.insert(slot.queue.name, Unconfirmed { half_failures, last: Instant::now() });
+    /// What became of a message for this placement.
+    pub fn note_result(&self, placement: &Placement, result: &Result<(), PublishError>) {
+        match result {
+            Ok(()) => self.note_confirmed(placement),
+            // The broker confirmed others.
+            Err(PublishError::Unconfirmed(_)) => self.note_failure(placement, 2),
+            // The broker may answer nothing, or the queue elect a new leader: only the second time in a row counts.
+            Err(PublishError::TimedOut(_) | PublishError::Nacked) => self.note_failure(placement, 1),
+            Err(_) => {}
+        }
     }
 
-    /// A message for this placement was confirmed.
-    pub fn note_confirmed(&self, placement: &Placement) {
+    fn note_failure(&self, placement: &Placement, halves: u32) {
+        let Some(slot) = self.slot_of(placement) else { return };
         let mut unconfirmed = self.unconfirmed.lock().expect("no holder panics");
+        let known =
+            unconfirmed.entry(slot.queue.name).or_insert(Unconfirmed { half_failures: 0, last: Instant::now() });
+        *known = Unconfirmed { half_failures: known.half_failures.saturating_add(halves), last: Instant::now() };
+    }
+
+    fn note_confirmed(&self, placement: &Placement) {
+        let mut unconfirmed = self.unconfirmed.lock().expect("no holder panics");
+        // The usual case costs nothing.
         if !unconfirmed.is_empty()
             && let Some(slot) = self.slot_of(placement)
         {
@@ -123,12 +132,24 @@ impl SlotDeclarer {
         }
     }
 
+    /// Whether any slot did not confirm the last message.
+    #[must_use]
+    pub fn has_suspects(&self) -> bool {
+        !self.unconfirmed.lock().expect("no holder panics").is_empty()
+    }
+
+    /// The queue of this placement, if it did not confirm the last message.
+    #[must_use]
+    pub fn suspect(&self, placement: &Placement) -> Option<String> {
+        let queue = self.slot_of(placement)?.queue.name;
+        self.unconfirmed.lock().expect("no holder panics").contains_key(&queue).then_some(queue)
+    }
+
     /// Whether this message would wait in a slot that lately confirmed nothing. RabbitMQ leaves a quorum queue without a
     /// leader if it is killed while the queue is declared, and no restart gives it one.
     #[must_use]
     pub fn is_avoided(&self, placement: &Placement) -> bool {
         let unconfirmed = self.unconfirmed.lock().expect("no holder panics");
-        // The usual case costs nothing.
         !unconfirmed.is_empty()
             && self
                 .slot_of(placement)

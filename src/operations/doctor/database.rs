@@ -358,10 +358,10 @@ mod tests {
 
     #[test]
     fn server_facts_are_judged() {
-        let facts = Facts { version_number: 150_000, connections_left: 11, ..Facts::default() };
+        let facts = Facts { version_number: 150_000, connections_left: 12, ..Facts::default() };
         assert_eq!(found(&facts), []);
         assert_eq!(found(&Facts { version_number: 120_010, ..facts.clone() }), [CheckName::DatabaseVersion]);
-        assert_eq!(found(&Facts { connections_left: 10, ..facts.clone() }), [CheckName::DatabaseConnections]);
+        assert_eq!(found(&Facts { connections_left: 11, ..facts.clone() }), [CheckName::DatabaseConnections]);
         assert_eq!(found(&Facts { transaction_age: 1_100_000_000, ..facts.clone() }), [CheckName::TransactionIds]);
         assert_eq!(found(&Facts { unsafe_settings: vec!["fsync".into()], ..facts }), [CheckName::DatabaseDurability]);
     }

@@ -7,7 +7,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::future::{Either, join_all, select};
 use lapin::options::BasicPublishOptions;
 use lapin::{Channel, Confirmation, PublisherConfirm};
 use tokio::sync::Mutex;
@@ -133,21 +133,18 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing], timeout: Dura
     // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and awaiting each
     // before the next would wake that thread for every message.
     let sending = join_all(messages.iter().map(|message| send(channel, message)));
-    let confirms: Vec<Result<PublisherConfirm, PublishError>> = tokio::select! {
-        biased;
-        confirms = sending => confirms,
-        () = &mut timed_out => return vec![Err(PublishError::TimedOut(timeout)); messages.len()],
+    let Either::Left((confirms, _)) = select(pin!(sending), &mut timed_out).await else {
+        return vec![Err(PublishError::TimedOut(timeout)); messages.len()];
     };
     let mut returned = HashSet::new();
     let mut returned_text = String::new();
     let mut results = PublishResults::with_capacity(messages.len());
     for sent in confirms {
         let confirmation = match sent {
-            Ok(confirm) => tokio::select! {
-                // The confirm first: after the time is over, those that have arrived still count.
-                biased;
-                confirmation = confirm => confirmation.map_err(|error| closed(&error)),
-                () = &mut timed_out => Err(PublishError::TimedOut(timeout)),
+            // The confirm is polled first: when the time is over, those that have arrived still count.
+            Ok(confirm) => match select(pin!(confirm), &mut timed_out).await {
+                Either::Left((confirmation, _)) => confirmation.map_err(|error| closed(&error)),
+                Either::Right(_) => Err(PublishError::TimedOut(timeout)),
             },
             Err(fault) => Err(fault),
         };
