@@ -484,7 +484,7 @@ fn callback_needs_only_execute() {
     });
 }
 
-/// As issue 26 asks for: a thousand payments for closed orders, each delivered three times at once.
+/// A thousand payments for closed orders, each delivered three times at once.
 #[test]
 fn thousand_late_payments_settle_once_each() {
     const ORDERS: usize = 1_000;

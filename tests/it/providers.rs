@@ -45,7 +45,7 @@ async fn in_state(env: &TestEnv, status: &str) -> i64 {
 
 const UNFINISHED: &str = "SELECT count(*) FROM orders WHERE status IN ('unpaid', 'closing')";
 
-/// As issue 26 asks for, with fewer orders; `ORDER_TIMEOUT_DEAD_WEBHOOK_ORDERS=3000` for all.
+/// With few orders, to be quick; `ORDER_TIMEOUT_DEAD_WEBHOOK_ORDERS=3000` for a longer run.
 #[test]
 fn dead_webhook_closes_no_paid_order() {
     let orders = std::env::var("ORDER_TIMEOUT_DEAD_WEBHOOK_ORDERS").ok();
