@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::iter;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing, PublishError};
@@ -109,6 +109,7 @@ impl Rearmer {
 
     /// Returns why the first that was not confirmed was not.
     async fn publish(&self, rearms: Vec<Rearm>, clock: DatabaseClock, written: &mut Written) -> Option<PublishError> {
+        let began = Instant::now();
         let mut placements = Vec::with_capacity(rearms.len());
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
@@ -125,7 +126,7 @@ impl Rearmer {
         let placements = placements.into_iter().map(Some).chain(iter::repeat(None));
         for ((rearm, result), placement) in rearms.into_iter().zip(results).zip(placements) {
             if let Some(placement) = placement {
-                self.slots.note_result(&placement, &result);
+                self.slots.note_result(&placement, &result, began);
             }
             match result {
                 Ok(()) => written.confirmed.push(rearm.receipt),

@@ -31,7 +31,7 @@ pub struct SlotDeclarer {
 /// A queue into which messages were published without a confirm.
 #[derive(Debug, Clone, Copy)]
 struct Unconfirmed {
-    /// Publishes in a row; one that may be over in a moment counts half.
+    /// Attempts in a row; one that may be over in a moment counts half.
     half_failures: u32,
     last: Instant,
 }
@@ -102,24 +102,28 @@ impl SlotDeclarer {
         self.known.lock().expect("no holder panics").clear();
     }
 
-    /// What became of a message for this placement.
-    pub fn note_result(&self, placement: &Placement, result: &Result<(), PublishError>) {
+    /// What became of a message for this placement, in the attempt that began then.
+    pub fn note_result(&self, placement: &Placement, result: &Result<(), PublishError>, began: Instant) {
         match result {
             Ok(()) => self.note_confirmed(placement),
             // The broker confirmed others.
-            Err(PublishError::Unconfirmed(_)) => self.note_failure(placement, 2),
+            Err(PublishError::Unconfirmed(_)) => self.note_failure(placement, 2, began),
             // The broker may answer nothing, or the queue elect a new leader: only the second time in a row counts.
-            Err(PublishError::TimedOut(_) | PublishError::Nacked) => self.note_failure(placement, 1),
+            Err(PublishError::TimedOut(_) | PublishError::Nacked) => self.note_failure(placement, 1, began),
             Err(_) => {}
         }
     }
 
-    fn note_failure(&self, placement: &Placement, halves: u32) {
+    /// All messages of one attempt fail once, as do attempts at the same time.
+    fn note_failure(&self, placement: &Placement, halves: u32, began: Instant) {
         let Some(slot) = self.slot_of(placement) else { return };
         let mut unconfirmed = self.unconfirmed.lock().expect("no holder panics");
-        let known =
-            unconfirmed.entry(slot.queue.name).or_insert(Unconfirmed { half_failures: 0, last: Instant::now() });
-        *known = Unconfirmed { half_failures: known.half_failures.saturating_add(halves), last: Instant::now() };
+        let half_failures = match unconfirmed.get(&slot.queue.name) {
+            Some(known) if known.last >= began => known.half_failures.max(halves),
+            Some(known) => known.half_failures.saturating_add(halves),
+            None => halves,
+        };
+        unconfirmed.insert(slot.queue.name, Unconfirmed { half_failures, last: Instant::now() });
     }
 
     fn note_confirmed(&self, placement: &Placement) {
@@ -175,5 +179,28 @@ impl SlotDeclarer {
     fn slot_of(&self, placement: &Placement) -> Option<Slot> {
         let Placement::Slot { ring, slot, .. } = placement else { return None };
         self.slots.as_ref()?.find(ring, *slot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn failed_batch_counts_once() {
+        let settings = Settings::defaults();
+        let slots = SlotDeclarer::new(&settings, ConfirmedPublisher::connect_lazily(&settings.amqp, "slots"));
+        let ring = settings.delay.wheel().expect("the defaults have a wheel").rings()[0].name.clone();
+        let placement = Placement::Slot { ring, slot: 0, ttl: Duration::from_secs(1) };
+        let late = Err(PublishError::TimedOut(Duration::from_secs(5)));
+        let first = Instant::now();
+        slots.note_result(&placement, &late, first);
+        slots.note_result(&placement, &late, first);
+        assert!(slots.has_suspects() && !slots.is_avoided(&placement));
+        assert_eq!(slots.why_avoided(), None);
+        slots.note_result(&placement, &late, Instant::now());
+        assert!(slots.is_avoided(&placement));
+        slots.note_result(&placement, &Ok(()), Instant::now());
+        assert!(!slots.has_suspects());
     }
 }
