@@ -7,8 +7,8 @@ use proptest::prelude::*;
 use crate::oracle::{calm, calm_until};
 use crate::world::{CustomerAct, Fault, PendingSort, Scheduling, WORKERS, World, closing_policy};
 
-pub const MIN_STEPS: usize = 20;
-pub const MAX_STEPS: usize = 80;
+pub const MIN_STEPS: usize = 30;
+pub const MAX_STEPS: usize = 100;
 /// The most that two clocks differ here, and so the longest that a slot may keep one message behind another.
 pub const MAX_SKEW_MS: i64 = 400;
 /// How far the database's clock is set.
@@ -181,7 +181,7 @@ pub fn step() -> impl Strategy<Value = Step> {
         10 => worker().prop_map(|worker| Step::Turn { worker }),
         12 => (worker(), any::<usize>()).prop_map(|(worker, action)| Step::Progress { worker, action }),
         13 => any::<usize>().prop_map(|action| Step::LoseResult { action }),
-        4 => any::<usize>().prop_map(|action| Step::Deadlock { action }),
+        5 => any::<usize>().prop_map(|action| Step::Deadlock { action }),
         9 => (any::<usize>(), any::<bool>()).prop_map(|(order, refuses)| Step::Refuse { order, refuses }),
         3 => worker().prop_map(|worker| Step::Crash { worker }),
         6 => worker().prop_map(|worker| Step::Stop { worker }),
