@@ -26,16 +26,31 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// Cargo as it runs in a shell. `cargo test` tells its test programs of which package they are; some packages (`ring`)
+/// are compiled again if that changes, with everything that depends on them.
+fn cargo() -> Command {
+    let mut command = Command::new(env!("CARGO"));
+    for (name, _) in std::env::vars_os() {
+        if ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|start| name.to_string_lossy().starts_with(start)) {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+/// The build folder, which contains `debug/deps/examples-…`.
+fn build_folder() -> PathBuf {
+    std::env::current_exe().unwrap().ancestors().nth(3).unwrap().to_owned()
+}
+
 /// The folder of the examples' programs. They are built here, because `cargo test --test it` builds none.
 fn examples() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let arguments = ["build", "--examples", "--locked", "--offline", "--quiet"];
-        let status = Command::new(env!("CARGO")).args(arguments).current_dir(root()).status().unwrap();
+        let status = cargo().args(arguments).current_dir(root()).status().unwrap();
         assert!(status.success(), "the examples do not compile");
-        // target/debug/deps/it-…
-        let test_program = std::env::current_exe().unwrap();
-        test_program.parent().unwrap().parent().unwrap().join("examples")
+        build_folder().join("debug/examples")
     })
 }
 
@@ -186,7 +201,7 @@ fn client_alone_compiles_printed_snippets() {
         "[package]\nname = \"shop\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n[dependencies]\n\
          order-timeout-client = {{ path = {client:?}, features = [\"postgres\"] }}\n\
          sqlx = {{ version = \"0.9\", default-features = false, features = [\"postgres\", \"uuid\"] }}\n\
-         uuid = \"1\"\n\n[workspace]\n\n[profile.dev]\ndebug = false\n"
+         uuid = \"1\"\n\n[workspace]\n\n[profile.dev.package.\"*\"]\ndebug = false\n"
     );
     std::fs::write(folder.path().join("Cargo.toml"), manifest).unwrap();
     std::fs::copy(root().join("Cargo.lock"), folder.path().join("Cargo.lock")).unwrap();
@@ -202,10 +217,10 @@ fn client_alone_compiles_printed_snippets() {
     assert!(code.contains("snippet_2"), "README and the guide print too little: {code}");
     std::fs::create_dir(folder.path().join("src")).unwrap();
     std::fs::write(folder.path().join("src/lib.rs"), code).unwrap();
-    let mut check = Command::new(env!("CARGO"));
+    let mut check = cargo();
     check.args(["check", "--offline", "--quiet"]).current_dir(folder.path());
-    // Kept between runs.
-    check.env("CARGO_TARGET_DIR", Path::new(env!("CARGO_TARGET_TMPDIR")).join("client-alone"));
+    // Shares what is compiled already and the same: the debug information of dependencies is set as in the workspace.
+    check.env("CARGO_TARGET_DIR", build_folder());
     let output = check.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
@@ -213,7 +228,7 @@ fn client_alone_compiles_printed_snippets() {
 #[test]
 fn client_brings_few_crates() {
     for (features, most) in [(&[][..], 165), (&["--no-default-features", "--features", "postgres"][..], 150)] {
-        let mut tree = Command::new(env!("CARGO"));
+        let mut tree = cargo();
         tree.args([
             "tree",
             "-p",
