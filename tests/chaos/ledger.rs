@@ -26,9 +26,12 @@
 //!
 //! The sweep closes orders without an alarm too, so closed orders prove nothing about alarms. Therefore an order that
 //! falls due in a quiet period requires its alarm, provided that the alarm was safe and not discarded; what happened
-//! before does not matter. If the sweep closed such an order and no alarm arrived afterwards, the alarm is lost. An
-//! alarm that arrives afterwards is late: a broker counts a message's delay from its arrival, so a stalled broker
-//! delays messages on their way to it, and those behind them in the same slot. If alarms were discarded soon after the
+//! before does not matter. If something else closed such an order and no alarm arrived afterwards, the alarm is lost. An
+//! alarm that arrives afterwards is late if the sweep closed the order, or if it arrived when the sweep would have taken
+//! it: a broker counts a message's delay from its arrival, so a stalled broker delays messages on their way to it, and
+//! those behind them in the same slot. If look-ahead closed the order, the alarm may have arrived on time: a worker
+//! without a session, or whose session is new, reads its share of the orders ahead, and the other worker gets some of
+//! their alarms. If alarms were discarded soon after the
 //! order's deadline, its alarm may have been among them, late, or lost before: it is undecided. Only few may be late or
 //! undecided. An order that was extended requires no alarm if the alarm could be handed over only after the deadline it
 //! names, because the relay leaves such an alarm to the sweep. Neither does an order for which additional alarms were
@@ -82,9 +85,11 @@ pub struct Report {
     pub closed_by: ClosedBy,
     /// Orders that required their alarm, because nothing was broken when they fell due.
     pub alarms_owed: usize,
-    /// Those of them that the sweep closed because the alarm arrived too late.
+    /// Those of them whose alarm arrived on time and found the order closed by look-ahead.
+    pub alarms_after_look_ahead: usize,
+    /// Those of them whose alarm arrived too late.
     pub alarms_late: usize,
-    /// Those of them that the sweep closed shortly before alarms were discarded: late, or lost.
+    /// Those of them that something else closed shortly before alarms were discarded: late, or lost.
     pub alarms_undecided: usize,
     /// Those of them that never got their alarm.
     pub alarms_lost: usize,
@@ -117,8 +122,10 @@ pub struct Observations<'a> {
     pub quiet_periods: &'a [QuietPeriod],
     pub standstills: &'a [DiskStall],
     pub received: &'a HashMap<Uuid, ReceivedEvent>,
-    /// Orders that got their alarm after they had been closed or claimed.
-    pub late: &'a HashSet<Uuid>,
+    /// Orders that got their alarm after they had been closed or claimed, and when the first such alarm was answered.
+    pub alarmed_after_close: &'a HashMap<Uuid, Timestamp>,
+    /// How long after a deadline the sweep takes an order.
+    pub sweep_grace: Duration,
     /// Of a run with a payment provider.
     pub provider: Option<AskedProvider<'a>>,
 }
@@ -169,6 +176,7 @@ struct Tally {
     early: usize,
     closed_by: ClosedBy,
     alarms_owed: usize,
+    alarms_after_look_ahead: usize,
     alarms_late: usize,
     alarms_undecided: usize,
     /// Descriptions.
@@ -436,9 +444,12 @@ fn check_alarm(
         return;
     }
     tally.alarms_owed += 1;
+    let alarmed_at = observations.alarmed_after_close.get(&record.id).copied();
+    let on_time = |at: Timestamp| at < record.deadline + observations.sweep_grace;
     match row.closed_by.as_deref() {
         Some("alarm") => {}
-        _ if observations.late.contains(&record.id) => tally.alarms_late += 1,
+        Some("look_ahead") if alarmed_at.is_some_and(on_time) => tally.alarms_after_look_ahead += 1,
+        _ if alarmed_at.is_some() => tally.alarms_late += 1,
         _ if alarms_were_discarded(observations.completed, record.deadline, record.deadline + LATEST_ALARM) => {
             tally.alarms_undecided += 1;
         }
@@ -468,6 +479,7 @@ fn report(observations: &Observations<'_>, tally: &Tally, stock_balanced: bool, 
         duplicate_event_ids: observations.received.values().filter(|received| received.times > 1).count(),
         closed_by: ClosedBy { alarm, look_ahead, sweep, manual },
         alarms_owed: tally.alarms_owed,
+        alarms_after_look_ahead: tally.alarms_after_look_ahead,
         alarms_late: tally.alarms_late,
         alarms_undecided: tally.alarms_undecided,
         alarms_lost: tally.alarms_lost.len(),
@@ -744,7 +756,7 @@ pub mod tests {
     }
 
     fn checked(record: &OrderRecord, row: &Row, truth: Truth, received: &HashMap<Uuid, ReceivedEvent>) -> Tally {
-        let (truth, late) = (|_| truth, HashSet::new());
+        let (truth, alarmed) = (|_| truth, HashMap::new());
         let observations = Observations {
             seed: 1,
             records: &[],
@@ -753,7 +765,8 @@ pub mod tests {
             quiet_periods: &[],
             standstills: &[],
             received,
-            late: &late,
+            alarmed_after_close: &alarmed,
+            sweep_grace: Duration::from_millis(500),
             provider: Some(AskedProvider { waits: WAITS, truth: &truth }),
         };
         let mut tally = Tally::default();
@@ -828,7 +841,7 @@ pub mod tests {
         let (row, received) = (Row { committed_at: late, ..row("closed") }, received(Announced::Closed));
         let completed = [fault(10_500, 12_000, Affected::All)];
         let lateness = |completed: &[CompletedFault]| {
-            let (truth, alarmed) = (|_| Truth::Closed, HashSet::new());
+            let (truth, alarmed) = (|_| Truth::Closed, HashMap::new());
             let observations = Observations {
                 seed: 1,
                 records: &[],
@@ -837,7 +850,8 @@ pub mod tests {
                 quiet_periods: &[],
                 standstills: &[],
                 received: &received,
-                late: &alarmed,
+                alarmed_after_close: &alarmed,
+                sweep_grace: Duration::from_millis(500),
                 provider: Some(AskedProvider { waits: WAITS, truth: &truth }),
             };
             let mut tally = Tally::default();
@@ -846,5 +860,39 @@ pub mod tests {
         };
         assert_eq!(lateness(&completed), (Duration::ZERO, 1));
         assert_eq!(lateness(&[]), (Duration::from_secs(20), 0));
+    }
+
+    #[test]
+    fn only_late_alarm_counts_as_late() {
+        let deadline = order().deadline;
+        let quiet_periods = [QuietPeriod { from: at(0), until: deadline + Duration::from_secs(60) }];
+        let tallied = |closed_by: &str, alarmed_after: Option<Duration>| {
+            let row = Row { closed_by: Some(closed_by.to_owned()), ..row("closed") };
+            let alarmed = alarmed_after.map(|after| (order().id, deadline + after)).into_iter().collect();
+            let observations = Observations {
+                seed: 1,
+                records: &[],
+                completed: &[],
+                declined: &[],
+                quiet_periods: &quiet_periods,
+                standstills: &[],
+                received: &HashMap::new(),
+                alarmed_after_close: &alarmed,
+                sweep_grace: Duration::from_millis(500),
+                provider: None,
+            };
+            let mut tally = Tally::default();
+            check_alarm(&mut tally, &order(), Some(&row), &Expired::new(), &observations);
+            assert_eq!(tally.alarms_owed, 1);
+            (tally.alarms_after_look_ahead, tally.alarms_late, tally.alarms_lost.len())
+        };
+        let (soon, late) = (Some(Duration::from_millis(499)), Some(Duration::from_millis(500)));
+        assert_eq!(tallied("alarm", None), (0, 0, 0));
+        assert_eq!(tallied("look_ahead", soon), (1, 0, 0));
+        assert_eq!(tallied("look_ahead", late), (0, 1, 0));
+        assert_eq!(tallied("sweep", soon), (0, 1, 0));
+        assert_eq!(tallied("sweep", late), (0, 1, 0));
+        assert_eq!(tallied("look_ahead", None), (0, 0, 1));
+        assert_eq!(tallied("sweep", None), (0, 0, 1));
     }
 }

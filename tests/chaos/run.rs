@@ -154,17 +154,28 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     let codes = environment.workers.stop_all();
 
     let received = listener.received();
-    let late = environment.workers.orders_alarmed_after_close();
+    let alarmed_after_close = environment.workers.orders_alarmed_after_close();
     let (ShopRecords { records, declined }, completed) = (&shop_records, &completed[..]);
     let standstills = outside_faults(&environment.witness.stalls(), completed);
     write_file(&environment.logs, "standstills.log", &format!("{standstills:#?}\n"));
     let (quiet_periods, standstills) = (&quiet_periods[..], &standstills[..]);
-    let (seed, received, late) = (options.seed, &received, &late);
+    let (seed, received, alarmed_after_close) = (options.seed, &received, &alarmed_after_close);
+    let sweep_grace = environment.env.settings.sweep.grace;
     let truth = |id: uuid::Uuid| environment.provider.as_ref().expect("a provider").truth(&id.to_string());
     let waits = Waits::of(&environment.env.settings);
     let provider = waits.map(|waits| AskedProvider { waits, truth: &truth });
-    let observations =
-        Observations { seed, records, completed, declined, quiet_periods, standstills, received, late, provider };
+    let observations = Observations {
+        seed,
+        records,
+        completed,
+        declined,
+        quiet_periods,
+        standstills,
+        received,
+        alarmed_after_close,
+        sweep_grace,
+        provider,
+    };
     let mut result = check_run(&environment.env.pool, observations).await;
     if codes.iter().any(|code| *code != 0) {
         result.violations.push(format!("workers asked to stop ended with {codes:?}"));

@@ -1,16 +1,19 @@
 //! The workers: two processes of the real binary, killed, halted and replaced, and restarted when they end by
 //! themselves, like under an orchestrator.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use order_timeout::Settings;
+use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::wait_for;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use uuid::Uuid;
 
 pub const WORKERS: usize = 2;
@@ -136,11 +139,16 @@ impl Workers {
     }
 
     /// Orders that got their alarm after they had been closed, or claimed for the closing protocol with a payment provider,
-    /// according to the workers' logs; and every order that an alarm claimed.
-    pub fn orders_alarmed_after_close(&self) -> HashSet<Uuid> {
+    /// according to the workers' logs; and every order that an alarm claimed. With the time of the first such line.
+    pub fn orders_alarmed_after_close(&self) -> HashMap<Uuid, Timestamp> {
         let logs = std::fs::read_dir(&self.logs).expect("the folder of logs").map(|entry| entry.unwrap().path());
-        let texts = logs.filter_map(|log| std::fs::read_to_string(log).ok());
-        texts.flat_map(|text| text.lines().filter_map(orders_alarmed_after_close).collect::<Vec<_>>()).collect()
+        let mut first = HashMap::new();
+        for text in logs.filter_map(|log| std::fs::read_to_string(log).ok()) {
+            for (order, at) in text.lines().filter_map(order_alarmed_after_close) {
+                first.entry(order).and_modify(|known: &mut Timestamp| *known = at.min(*known)).or_insert(at);
+            }
+        }
+        first
     }
 
     /// A worker that finds no database at its start reports it and ends; that is expected.
@@ -158,12 +166,13 @@ impl Workers {
     }
 }
 
-/// The order of which this log line says so.
-fn orders_alarmed_after_close(line: &str) -> Option<Uuid> {
+/// The order of which this log line says so, and when.
+fn order_alarmed_after_close(line: &str) -> Option<(Uuid, Timestamp)> {
     let outcomes = [r#"outcome="already_closed""#, r#"outcome="closing""#];
     let is_it = outcomes.iter().any(|outcome| line.contains(outcome)) && line.contains(r#"asked_by="alarm""#);
     let (_, behind) = line.split_once("order_id=").filter(|_| is_it)?;
-    behind.split(' ').next()?.parse().ok()
+    let at = OffsetDateTime::parse(line.split(' ').next()?, &Rfc3339).ok()?;
+    Some((behind.split(' ').next()?.parse().ok()?, at.into()))
 }
 
 async fn supervise(workers: std::sync::Weak<Workers>) {
