@@ -61,6 +61,21 @@ fn resumed_window_is_not_judged_again() {
 }
 
 #[test]
+fn minutes_of_wrong_clock_are_not_judged() {
+    let ahead = MinuteCounts {
+        minute: 10_060,
+        unforeseen: 9_000,
+        woken_closed: 9_000,
+        answers: ProviderCounts { asked: 9_000, paid: 9_000, unknown: 0 },
+        ..Default::default()
+    };
+    let usual = Usual { answers: UsualAnswers { paid_share: Some(0.1) }, ..usual(300, 700) };
+    let judge = |now| Window { minutes: &[ahead], now, resumed_in: Some(9_999) }.judge(&usual, &BOUNDS);
+    assert!(judge(10_060).is_err(), "while the clock was an hour ahead");
+    assert_eq!(judge(10_000), Ok(Some(1_501)), "it was set back, and closing was resumed");
+}
+
+#[test]
 fn gap_without_worker_is_foreseen() {
     let usual = usual(300, 700);
     assert_eq!(foreseen_of_gap(Some(9_998), 10_000, &usual, &BOUNDS), vec![], "a restart");

@@ -111,7 +111,13 @@ impl Window<'_> {
     }
 
     fn judged(&self) -> impl Iterator<Item = &MinuteCounts> {
-        self.minutes.iter().filter(|one| self.resumed_in.is_none_or(|resumed| one.minute > resumed))
+        self.known().filter(|one| self.resumed_in.is_none_or(|resumed| one.minute > resumed))
+    }
+
+    /// Without minutes that have not come: a clock that was ahead counted in them, and has been set back. Otherwise what
+    /// tripped the brake then would trip it again after each resume, until those minutes are over.
+    fn known(&self) -> impl Iterator<Item = &MinuteCounts> {
+        self.minutes.iter().filter(|one| one.minute <= self.now)
     }
 
     /// The last minutes, if there was no answer for most orders in any of them.
@@ -129,8 +135,7 @@ impl Window<'_> {
     /// The newest minutes that have a sample of orders together about which something is known.
     fn judge_paid_at_provider(&self, usual: &Usual, bounds: &Bounds) -> Option<Trip> {
         let mut newest: Vec<&MinuteCounts> = self
-            .minutes
-            .iter()
+            .known()
             .filter(|one| self.resumed_in.is_none_or(|resumed| one.minute > resumed + ANSWERED_LATER))
             .collect();
         newest.sort_unstable_by_key(|one| std::cmp::Reverse(one.minute));
