@@ -4,6 +4,7 @@
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::write_rfc3339;
+use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
@@ -11,7 +12,7 @@ use crate::outbox::reminders::EXPIRING;
 use crate::postgres::Database;
 
 /// Reminders of one kind that were announced in the last hour.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct SentReminders {
     /// The kind's name.
     pub kind: String,

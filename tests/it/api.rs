@@ -155,7 +155,7 @@ fn answers_match_their_description() {
             }
             asked += 1;
         }
-        assert_eq!(asked, 11);
+        assert_eq!(asked, 12);
         worker.stop().await;
     });
 }

@@ -253,7 +253,14 @@ fn login_leads_back_to_own_pages_only() {
     TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
         let worker = env.worker().await;
         assert!(get(&worker, "/pauses").await.body.contains("href=\"/login?to=/pauses\""));
-        assert!(get(&worker, "/login?to=/pauses").await.body.contains("name=\"to\" value=\"/pauses\""));
+        let comes_back = async |to: &str, page: &str| {
+            let login = get(&worker, &format!("/login?to={to}")).await.body;
+            assert!(login.contains(&format!("name=\"to\" value=\"{page}\"")), "{to}: {login}");
+        };
+        comes_back("/pauses", "/pauses").await;
+        comes_back("/parked?reason=close_failed", "/parked?reason=close_failed").await;
+        comes_back("/parked?reason=https://elsewhere.example", "/parked").await;
+        comes_back("//elsewhere.example", "/parked").await;
         for (to, page) in [
             ("%2Fpauses", "/pauses"),
             ("%2F", "/"),

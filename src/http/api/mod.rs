@@ -41,6 +41,7 @@ fn described() -> OpenApiRouter<Arc<Shared>> {
         .routes(routes!(reads::explain))
         .routes(routes!(reads::pending))
         .routes(routes!(reads::forecast))
+        .routes(routes!(reads::sent_reminders))
         .routes(routes!(parked::list))
         .routes(routes!(parked::retry))
         .routes(routes!(parked::drop_alarms))
@@ -86,7 +87,7 @@ pub fn openapi() -> OpenApi {
     let mut api = described().into_openapi();
     let mut info = Info::new("order-timeout", "1");
     info.description = Some(
-        "What falls due, why an order is open, parked alarms, late money, unresolved orders and pauses of closing. Served below http.listen if http.page is true. \
+        "What falls due, why an order is open, reminders, parked alarms, late money, unresolved orders and pauses of closing. Served below http.listen if http.page is true. \
          Errors are application/problem+json (RFC 9457)."
             .to_owned(),
     );

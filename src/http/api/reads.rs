@@ -22,9 +22,10 @@ use crate::operations::explain::Explanation;
 use crate::operations::forecast::Forecast;
 use crate::operations::overview::Overview;
 use crate::operations::pending::{Pending, PendingQuery};
+use crate::operations::reminders::SentReminders;
 use crate::operations::show::OrderStory;
 use crate::operations::status::Status;
-use crate::operations::{explain, forecast, overview, pause_closing, pending, show, status};
+use crate::operations::{explain, forecast, overview, pause_closing, pending, reminders, show, status};
 use crate::postgres::one_line;
 use crate::sanitize;
 
@@ -229,4 +230,14 @@ pub(super) async fn forecast(
     };
     let sources = shared.sources().await?;
     json(&forecast::forecast(&sources.database, sources.orders(&asked.kind).await?, next).await?)
+}
+
+/// Reminders that were announced in the last hour.
+#[utoipa::path(get, path = "/reminders", tag = "state", responses(
+    (status = 200, body = Vec<SentReminders>), (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn sent_reminders(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
+    let sources = shared.sources().await?;
+    let found = reminders::sent_in_last_hour(&sources.database).await;
+    json(&found.map_err(|error| Problem::unavailable(one_line(&error)))?)
 }

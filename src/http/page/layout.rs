@@ -10,6 +10,7 @@ use axum::http::HeaderMap;
 use axum::http::header::COOKIE as COOKIE_HEADER;
 use axum::http::request::Parts;
 use maud::{DOCTYPE, Markup, html};
+use order_timeout_core::alarm::ParkReason;
 use order_timeout_core::kind::Kind;
 use url::form_urlencoded::byte_serialize;
 
@@ -26,10 +27,16 @@ const PAGES: [(&str, &str); 6] = [
     ("/pauses", "Pauses"),
 ];
 
-/// The page of this path, which may be asked for by a form; parked alarms if there is none.
-pub(super) fn page_at(path: &str) -> &'static str {
-    PAGES.iter().find(|(known, _)| *known == path).map_or("/parked", |(known, _)| known)
+/// The address, which may be asked for by a form, if it is one of our pages; otherwise parked alarms. Never of another
+/// site.
+pub(super) fn page_at(address: &str) -> &str {
+    let is_ours = PAGES.iter().any(|(known, _)| *known == address);
+    let reason = address.strip_prefix(PARKED_FOR);
+    if is_ours || reason.is_some_and(|reason| ParkReason::WORDS.contains(&reason)) { address } else { "/parked" }
 }
+
+/// The address of the alarms that are parked for the reason that follows.
+pub(super) const PARKED_FOR: &str = "/parked?reason=";
 
 /// The address of the login, from which one comes back to this page.
 pub(super) fn login_path(page: &str) -> String {

@@ -19,7 +19,7 @@ use super::super::api::parked::{ParkedChange, drop_selected, retry_alarms};
 use super::super::site::Shared;
 use super::changes::{self, Asked, Fields, Filled, Permitted, answer, choice, field, form, how_to_change};
 use super::failed;
-use super::layout::{Layout, Visitor, order_path};
+use super::layout::{Layout, PARKED_FOR, Visitor, order_path};
 use super::words::{age, count, shown};
 use crate::operations::parked::{self, ParkedPage};
 use crate::postgres::parked_alarms::{Parked, Selection};
@@ -82,7 +82,7 @@ fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
             }))
         } @else {
             (table(&page.alarms, false, visitor.kinds.len() > 1))
-            (how_to_change(visitor, "/parked", "retry or drop them", "order-timeout parked"))
+            (how_to_change(visitor, &address(asked), "retry or drop them", "order-timeout parked"))
         }
         @if let Some(next) = page.next { p { a href=(next_page(asked, next)) { "Next page" } } }
     }
@@ -91,6 +91,11 @@ fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
 /// The reason that was chosen in the filter.
 fn known_reason(asked: &Listed) -> Option<&str> {
     asked.reason.as_deref().filter(|reason| ParkReason::WORDS.contains(reason))
+}
+
+/// The address of this list from its beginning.
+fn address(asked: &Listed) -> String {
+    known_reason(asked).map_or_else(|| "/parked".to_owned(), |reason| format!("{PARKED_FOR}{reason}"))
 }
 
 fn result(asked: &Listed) -> Markup {
