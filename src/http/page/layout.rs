@@ -27,6 +27,9 @@ const PAGES: [(&str, &str); 6] = [
     ("/pauses", "Pauses"),
 ];
 
+/// The address of the alarms that are parked for the reason that follows.
+pub(super) const PARKED_FOR: &str = "/parked?reason=";
+
 /// The address, which may be asked for by a form, if it is one of our pages; otherwise parked alarms. Never of another
 /// site.
 pub(super) fn page_at(address: &str) -> &str {
@@ -34,9 +37,6 @@ pub(super) fn page_at(address: &str) -> &str {
     let reason = address.strip_prefix(PARKED_FOR);
     if is_ours || reason.is_some_and(|reason| ParkReason::WORDS.contains(&reason)) { address } else { "/parked" }
 }
-
-/// The address of the alarms that are parked for the reason that follows.
-pub(super) const PARKED_FOR: &str = "/parked?reason=";
 
 /// The address of the login, from which one comes back to this page.
 pub(super) fn login_path(page: &str) -> String {
