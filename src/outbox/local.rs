@@ -19,32 +19,32 @@ const EVENTS_AT_ONCE: i64 = 500;
 const ROWS_AT_ONCE: i64 = 10_000;
 
 /// `$1` channel, `$2` limit, `$3` the longest payload in bytes. An event that is too long is announced without its
-/// payload, which is in its row.
-const NOTIFY: &str = "
+/// payload, which is in its row. By primary key, not by a join, for which the planner reads the whole index.
+pub const NOTIFY: &str = "
 WITH due AS (
     SELECT id FROM event_outbox
     WHERE sent_at IS NULL ORDER BY next_attempt_at, created_at, id LIMIT $2 FOR UPDATE SKIP LOCKED),
 announced AS (
-    UPDATE event_outbox AS event SET sent_at = clock_timestamp() FROM due WHERE event.id = due.id
+    UPDATE event_outbox AS event SET sent_at = clock_timestamp() WHERE event.id = ANY (ARRAY(SELECT due.id FROM due))
     RETURNING event.id, event.type, event.routing_key, event.payload, event.created_at)
 SELECT pg_notify($1, (jsonb_build_object('id', id, 'type', type, 'routing_key', routing_key)
     || CASE WHEN octet_length(payload::text) <= $3 THEN jsonb_build_object('payload', payload) ELSE '{}' END)::text)
 FROM announced ORDER BY created_at, id";
 
-/// `$1` limit. By primary key, as in `relay.rs`. An alarm whose deadline has passed is of no use to a broker any more.
+/// `$1` limit. By primary key, as above. An alarm whose deadline has passed is of no use to a broker any more.
 const SETTLE_ALARMS: &str = "
-UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id IN (
+UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id = ANY (ARRAY(
     SELECT id FROM alarm_outbox WHERE sent_at IS NULL AND deadline < statement_timestamp()
-    LIMIT $1 FOR UPDATE SKIP LOCKED)";
+    LIMIT $1 FOR UPDATE SKIP LOCKED))";
 
 /// `$1` seconds since they were sent, `$2` limit.
 const FORGET: [&str; 2] = [
-    "DELETE FROM event_outbox WHERE id IN (
+    "DELETE FROM event_outbox WHERE id = ANY (ARRAY(
          SELECT id FROM event_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1)
-         LIMIT $2 FOR UPDATE SKIP LOCKED)",
-    "DELETE FROM alarm_outbox WHERE id IN (
+         LIMIT $2 FOR UPDATE SKIP LOCKED))",
+    "DELETE FROM alarm_outbox WHERE id = ANY (ARRAY(
          SELECT id FROM alarm_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1)
-         LIMIT $2 FOR UPDATE SKIP LOCKED)",
+         LIMIT $2 FOR UPDATE SKIP LOCKED))",
 ];
 
 /// The outboxes, and where events go.

@@ -120,9 +120,9 @@ macro_rules! outbox_sql {
             forget: concat!(
                 "DELETE FROM ",
                 $table,
-                " WHERE id IN (SELECT id FROM ",
+                " WHERE id = ANY (ARRAY(SELECT id FROM ",
                 $table,
-                " WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)"
+                " WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2))"
             ),
         }
     };

@@ -432,13 +432,15 @@ fn longest_try(settings: &Settings) -> Duration {
 fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
     let mut other_kinds = settings.all_kinds();
     other_kinds.remove(kind);
+    let has_no_alarms = !settings.delay.strategy.needs_broker();
     Policy {
         kind: kind.clone(),
         other_kinds,
         hold_max: settings.worker.hold_max,
         max_delay: settings.delay.max_delay,
         batch_size: settings.worker.batch_size.min(most_at_once),
-        linger: settings.worker.linger,
+        // It buys a cheaper database at the price of lateness: worth it beside a broker, which needs the processors too.
+        linger: if has_no_alarms { Duration::ZERO } else { settings.worker.linger },
         closers: settings.worker.closers,
         retry_first: settings.retry.first,
         retry_longest: settings.retry.longest,
@@ -452,7 +454,7 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,
         look_ahead: settings.sweep.look_ahead,
-        has_no_alarms: !settings.delay.strategy.needs_broker(),
+        has_no_alarms,
         brake_sample: settings.brake.sample,
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }

@@ -146,7 +146,10 @@ fn draining_worker_gives_its_share_up() {
         let mut lock = env.pool.begin().await.unwrap();
         sqlx::raw_sql("LOCK TABLE orders IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
         env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
-        env.wait_for_lock_waiter().await;
+        // The sweep's query waits as well, and does not keep a stopping worker: only a close in flight does.
+        let closes = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+                      AND wait_event_type = 'Lock' AND query LIKE '-- Closes the requested orders%'";
+        wait_for("a close that waits for the lock", async || env.count(closes).await == 1).await;
         worker.begin_to_stop();
         let without = "SELECT count(*) FROM order_timeout_workers WHERE kinds = '{}'";
         wait_for("a registration without kinds", async || env.count(without).await == 1).await;

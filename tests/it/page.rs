@@ -253,21 +253,18 @@ fn login_leads_back_to_own_pages_only() {
     TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
         let worker = env.worker().await;
         assert!(get(&worker, "/pauses").await.body.contains("href=\"/login?to=/pauses\""));
-        let comes_back = async |to: &str, page: &str| {
-            let login = get(&worker, &format!("/login?to={to}")).await.body;
-            assert!(login.contains(&format!("name=\"to\" value=\"{page}\"")), "{to}: {login}");
-        };
-        comes_back("/pauses", "/pauses").await;
-        comes_back("/parked?reason=close_failed", "/parked?reason=close_failed").await;
-        comes_back("/parked?reason=https://elsewhere.example", "/parked").await;
-        comes_back("//elsewhere.example", "/parked").await;
         for (to, page) in [
-            ("%2Fpauses", "/pauses"),
-            ("%2F", "/"),
-            ("%2F%2Fevil.example", "/parked"),
-            ("https%3A%2F%2Fevil.example%2Fpauses", "/parked"),
+            ("/", "/"),
+            ("/pauses", "/pauses"),
+            ("/parked?reason=close_failed", "/parked?reason=close_failed"),
+            ("/parked?reason=https://elsewhere.example", "/parked"),
+            ("//elsewhere.example", "/parked"),
+            ("https://elsewhere.example/pauses", "/parked"),
         ] {
-            let form = format!("who=a&token={TOKEN}&to={to}");
+            let encoded: String = url::form_urlencoded::byte_serialize(to.as_bytes()).collect();
+            let login = get(&worker, &format!("/login?to={encoded}")).await.body;
+            assert!(login.contains(&format!("name=\"to\" value=\"{page}\"")), "{to}: {login}");
+            let form = format!("who=a&token={TOKEN}&to={encoded}");
             let answer = submit(&worker, "/login", &origin(&worker), "", &form).await;
             assert_eq!((answer.status, answer.header("location")), (303, Some(page)), "{to}");
         }
