@@ -21,6 +21,7 @@ pub mod outbox;
 pub mod runtime;
 
 pub mod cli;
+mod give_way;
 pub mod http;
 pub mod loop_backoff;
 pub mod mapping;

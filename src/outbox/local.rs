@@ -19,7 +19,8 @@ const EVENTS_AT_ONCE: i64 = 500;
 const ROWS_AT_ONCE: i64 = 10_000;
 
 /// `$1` channel, `$2` limit, `$3` the longest payload in bytes. An event that is too long is announced without its
-/// payload, which is in its row. By primary key, not by a join, for which the planner reads the whole index.
+/// payload, which is in its row. By primary key, not by a join: a plan that is made while the table is empty compares each
+/// event with each row.
 pub const NOTIFY: &str = "
 WITH due AS (
     SELECT id FROM event_outbox

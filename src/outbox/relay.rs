@@ -76,12 +76,14 @@ macro_rules! outbox_sql {
             unsent: $unsent,
             pauses_s: $pauses_s,
             is_paced: $is_paced,
-            // By primary key, as below.
+            // By primary key, as below, and twice: for the join alone, a plan that was made while the table was empty compares
+            // each message with each row.
             mark_refused: concat!(
                 "UPDATE ",
                 $table,
                 " SET refusals = refusals + 1, next_attempt_at = clock_timestamp() + make_interval(secs => pause_s)
-                 FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s) WHERE id = refused_id"
+                 FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s)
+                 WHERE id = refused_id AND id = ANY ($1)"
             ),
             end_endless_pauses: concat!(
                 "UPDATE ",
@@ -112,9 +114,9 @@ macro_rules! outbox_sql {
             mark_free: concat!(
                 "UPDATE ",
                 $table,
-                " SET sent_at = clock_timestamp() WHERE id IN (SELECT id FROM ",
+                " SET sent_at = clock_timestamp() WHERE id = ANY (ARRAY(SELECT id FROM ",
                 $table,
-                " WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED) RETURNING id"
+                " WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED)) RETURNING id"
             ),
             // statement_timestamp(): a volatile function could not bound an index scan.
             forget: concat!(

@@ -19,11 +19,11 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 use uuid::Uuid;
 
-use super::give_way::GiveWay;
 use super::kind_worker::Publishing;
 use crate::config::Settings;
 use crate::deliver::Inspector;
 use crate::effects::slots::SlotDeclarer;
+use crate::give_way::GiveWay;
 use crate::observe::canary::store::{CanaryStore, Known, READER_NOTED_EVERY, Sent, StoreError};
 use crate::observe::canary::{self, GRACE, Late, Path, Paths};
 use crate::observe::degraded::Cause;

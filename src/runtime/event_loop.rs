@@ -17,12 +17,12 @@ use tracing::{info, warn};
 
 use super::GiveUp;
 use super::broker_inspections::BrokerInput;
-use super::give_way::ClosingFlag;
 use super::supervisor::Phase;
 use super::warnings::Warnings;
 use crate::effects::Effects;
 use crate::effects::clock::ClockReading;
 use crate::effects::closing_watch::ClosingReport;
+use crate::give_way::ClosingFlag;
 use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::inspect::contract_watch::ContractWatch;

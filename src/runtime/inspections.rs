@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::active_kinds::ActiveKinds;
-use super::give_way::GiveWay;
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
+use crate::give_way::GiveWay;
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};

@@ -8,6 +8,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
+use super::events_turns::EventsTurns;
+use crate::give_way::BusyKinds;
 use crate::observe::health::BEAT_EVERY;
 use crate::observe::logging::LogThrottle;
 use crate::observe::metrics::EVENTS;
@@ -21,6 +23,8 @@ const CLEAN_UP_EVERY: Duration = Duration::from_secs(60);
 pub(super) struct LocalOutboxesLoop {
     outboxes: LocalOutboxes,
     poll: Duration,
+    busy_kinds: BusyKinds,
+    events_turns: EventsTurns,
     clean_up_at: Instant,
     measure_at: Instant,
     fault_throttle: LogThrottle,
@@ -28,10 +32,11 @@ pub(super) struct LocalOutboxesLoop {
 }
 
 impl LocalOutboxesLoop {
-    pub fn new(outboxes: LocalOutboxes, poll: Duration, recorder: Recorder) -> Self {
+    pub fn new(outboxes: LocalOutboxes, poll: Duration, busy_kinds: BusyKinds, recorder: Recorder) -> Self {
         let now = Instant::now();
         let clean_up_at = now + CLEAN_UP_EVERY;
-        Self { outboxes, poll, clean_up_at, measure_at: now, fault_throttle: LogThrottle::default(), recorder }
+        let (events_turns, fault_throttle) = (EventsTurns::default(), LogThrottle::default());
+        Self { outboxes, poll, busy_kinds, events_turns, clean_up_at, measure_at: now, fault_throttle, recorder }
     }
 
     /// Runs until `ends`, then announces what is left.
@@ -40,7 +45,7 @@ impl LocalOutboxesLoop {
             self.recorder.health.beat_outboxes();
             let is_last = ends.is_cancelled();
             // Each by itself: events that cannot be announced do not keep old rows.
-            let announced = self.announce().await;
+            let announced = self.announce_in_turn(is_last).await;
             let cleaned = self.clean_up_due().await;
             let measured = self.measure_due().await;
             let more = self.note(announced) | self.note(cleaned);
@@ -67,6 +72,18 @@ impl LocalOutboxesLoop {
             }
             false
         })
+    }
+
+    /// Events wait for busy closers, which need the same database.
+    async fn announce_in_turn(&mut self, is_last: bool) -> Result<bool, RelayError> {
+        if !is_last && !self.events_turns.is_turn_of_events(self.busy_kinds.load(), Instant::now()) {
+            return Ok(false);
+        }
+        let announced = self.announce().await;
+        if !matches!(announced, Ok(true)) {
+            self.events_turns.begin_anew();
+        }
+        announced
     }
 
     async fn announce(&self) -> Result<bool, RelayError> {

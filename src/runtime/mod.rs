@@ -3,16 +3,16 @@
 //! Decides nothing about alarms (that is `order-timeout-core`), and contains no statement and no frame. `kind_worker.rs` is
 //! what each kind has of its own, `kind_start.rs` starts them, `active_kinds.rs` has those that run, `tasks.rs` waits for them; `event_loop.rs` passes inputs and actions between its engine and the effects;
 //! `supervisor.rs` keeps its consumer session open; `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages
-//! aside that end every session; `outboxes.rs` empties the outboxes, `local_outboxes.rs` those of a worker without a broker;
-//! `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why alarms do not arrive;
-//! `give_way.rs` lets both wait for idle closers; `warnings.rs` logs what an operator must know about the database and about
+//! aside that end every session; `outboxes.rs` empties the outboxes, `local_outboxes.rs` those of a worker without a broker,
+//! `events_turns.rs` lets the events in both wait for busy closers; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why alarms do not arrive;
+//! `../give_way.rs` lets both wait for idle closers; `warnings.rs` logs what an operator must know about the database and about
 //! orders.
 
 mod ack_batcher;
 mod active_kinds;
 mod broker_inspections;
 mod event_loop;
-mod give_way;
+mod events_turns;
 mod inspections;
 mod kind_start;
 mod kind_worker;
@@ -45,6 +45,7 @@ use crate::config::Settings;
 use crate::config::kinds::OrdersOf;
 use crate::deliver::LONGEST_CLOSE;
 use crate::effects::slots::SlotDeclarer;
+use crate::give_way::{BusyKinds, GiveWay};
 use crate::handler::Handlers;
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ, Site};
 use crate::loop_backoff::LONGEST_PAUSE;
@@ -58,7 +59,6 @@ use crate::outbox::local::LocalOutboxes;
 use crate::postgres::{self, Database, DatabaseError, shop_settings};
 use crate::stack;
 use active_kinds::ActiveKinds;
-use give_way::{BusyKinds, GiveWay};
 use inspections::Inspections;
 use kind_start::UnusableKind;
 use kind_worker::{KindWorker, Publishing, RunningKind, Shared};
@@ -103,6 +103,7 @@ pub struct Worker {
     handlers: Handlers,
     /// Those whose start is tried again.
     unusable: Vec<UnusableKind>,
+    busy_kinds: BusyKinds,
     recorder: Recorder,
     /// Where events go without a broker.
     webhook: Option<Webhook>,
@@ -136,7 +137,8 @@ impl Worker {
         let webhook = open_webhook(&settings)?;
         let recorder = Recorder::new(longest_turn(&settings), Traces::start(&settings.traces)?);
         // First, so that it answers what the worker waits for while it starts.
-        let http = open_http(&settings, &recorder).await?;
+        let busy_kinds = BusyKinds::new();
+        let http = open_http(&settings, &recorder, GiveWay::to(&busy_kinds)).await?;
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
         let database = Database::connect(&settings.database, settings.connections_besides_closers()).await?;
         postgres::require_migrated(&database).await?;
@@ -155,7 +157,7 @@ impl Worker {
                 info!(%address, "the page is at http://{address}/");
             }
         }
-        Ok(Self { settings, database, kinds, handlers, unusable, recorder, webhook, http })
+        Ok(Self { settings, database, kinds, handlers, unusable, busy_kinds, recorder, webhook, http })
     }
 
     /// The address of the HTTP server; `None` if `http.listen` is empty.
@@ -170,7 +172,7 @@ impl Worker {
     /// # Panics
     /// At once when a task that closes orders has panicked; the other kinds then finish their work in flight.
     pub async fn run(self, stop: CancellationToken) -> bool {
-        let Self { settings, database, kinds, handlers, unusable, recorder, webhook, http } = self;
+        let Self { settings, database, kinds, handlers, unusable, busy_kinds, recorder, webhook, http } = self;
         // Its own, so that a panic can stop the tasks.
         let stop = stop.child_token();
         // Until the end, because stopping is observed as well.
@@ -178,7 +180,7 @@ impl Worker {
         let give_up = GiveUp::after(settings.worker.shutdown_grace, stop.clone());
         let shared = Arc::new(Shared {
             publishing: publishing(&settings),
-            busy_kinds: BusyKinds::new(),
+            busy_kinds,
             names_kinds: kinds.len() + unusable.len() > 1,
             active_kinds: ActiveKinds::default(),
             outboxes_end: CancellationToken::new(),
@@ -335,7 +337,8 @@ fn start_outboxes(shared: &Shared, webhook: Option<Webhook>, recorder: &Recorder
         }
         (None, None) => {
             let poll = shared.settings.announce.poll;
-            tokio::spawn(LocalOutboxesLoop::new(local_outboxes(shared), poll, recorder).keep_empty(ends))
+            let busy_kinds = shared.busy_kinds.clone();
+            tokio::spawn(LocalOutboxesLoop::new(local_outboxes(shared), poll, busy_kinds, recorder).keep_empty(ends))
         }
     }
 }
@@ -387,10 +390,14 @@ impl GiveUp {
 
 /// Opens the HTTP server for health and metrics, if it is configured. A worker whose address is taken does not start: it
 /// could not be monitored, and requests to that address would reach another worker.
-async fn open_http(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpServer>, HttpError> {
+async fn open_http(
+    settings: &Settings,
+    recorder: &Recorder,
+    give_way: GiveWay,
+) -> Result<Option<HttpServer>, HttpError> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
     let site = match settings.http.page {
-        true => Some(Site::new(settings, recorder.pages(), recorder.kinds.clone())?),
+        true => Some(Site::new(settings, recorder.pages(), recorder.kinds.clone(), give_way)?),
         false => None,
     };
     HttpServer::open(listen, recorder.pages(), site).await.map(Some)

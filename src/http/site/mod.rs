@@ -20,6 +20,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::{Pages, api, page};
 use crate::config::Settings;
+use crate::give_way::GiveWay;
 use crate::observe::served_kinds::ServedKinds;
 use crate::postgres::DatabaseError;
 pub(super) use auth::{Denied, authorize, check};
@@ -62,14 +63,19 @@ impl Site {
     ///
     /// # Errors
     /// [`TokenError`].
-    pub fn new(settings: &Settings, pages: Pages, served: ServedKinds) -> Result<Self, TokenError> {
+    pub(crate) fn new(
+        settings: &Settings,
+        pages: Pages,
+        served: ServedKinds,
+        give_way: GiveWay,
+    ) -> Result<Self, TokenError> {
         let token = match settings.http.token_file.as_str() {
             "" => None,
             path => Some(Token::read(path)?),
         };
         let sources = Arc::new(LazySources::new(settings));
         let feed = OverviewFeed::new();
-        let refreshing = tokio::spawn(overview_feed::refresh(feed.clone(), sources.clone()));
+        let refreshing = tokio::spawn(overview_feed::refresh(feed.clone(), sources.clone(), give_way));
         Ok(Self(Arc::new(Shared {
             settings: settings.clone(),
             pages,

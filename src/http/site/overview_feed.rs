@@ -11,6 +11,7 @@ use order_timeout_core::kind::Kind;
 use tokio::sync::{Notify, watch};
 
 use super::sources::{LazySources, Sources};
+use crate::give_way::GiveWay;
 use crate::operations::forecast::{self, Forecast};
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::overview::{Overview, overview};
@@ -91,7 +92,7 @@ impl OverviewFeed {
 }
 
 /// Refreshes the overview while it is wanted, until it is dropped.
-pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>) {
+pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>, mut give_way: GiveWay) {
     let mut next_forecast = Instant::now();
     let (mut forecasts, mut reminders) = (Forecasts::new(), None);
     loop {
@@ -120,7 +121,8 @@ pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>) {
                 }
             }
         }
-        tokio::time::sleep(REFRESH_EVERY).await;
+        // A burst of closes needs the same database; two seconds later the page is as good.
+        give_way.due(tokio::time::Instant::now() + REFRESH_EVERY).await;
     }
 }
 

@@ -1,6 +1,6 @@
 //! Lets work that can wait give way to closing, for a bounded time.
 //!
-//! Decides nothing about orders; a continuous load delays an inspection, and never prevents it.
+//! Decides nothing about orders; a continuous load delays an inspection or the page, and never prevents them.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
 /// How many kinds have a busy closer, among those that run.
 #[derive(Debug, Clone)]
-pub(super) struct BusyKinds(watch::Sender<Counts>);
+pub(crate) struct BusyKinds(watch::Sender<Counts>);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
@@ -23,7 +23,7 @@ struct Counts {
 
 /// Whose closers are busy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Load {
+pub(crate) enum Load {
     Idle,
     SomeKinds,
     AllKinds,
@@ -52,7 +52,7 @@ impl BusyKinds {
 
 /// Tells whether closers of one kind are busy.
 #[derive(Debug)]
-pub(super) struct ClosingFlag {
+pub(crate) struct ClosingFlag {
     own: watch::Sender<bool>,
     all: BusyKinds,
 }
@@ -75,7 +75,7 @@ impl Drop for ClosingFlag {
 
 /// Sees whether closers of any kind are busy.
 #[derive(Debug, Clone)]
-pub(super) struct GiveWay {
+pub(crate) struct GiveWay {
     busy_kinds: watch::Receiver<Counts>,
 }
 
