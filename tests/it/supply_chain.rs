@@ -34,18 +34,17 @@ fn listed(section: &str, name: &str, key: &str) -> BTreeSet<String> {
 
 /// Every package of the lock file, for every platform.
 fn packages() -> Vec<Value> {
-    let mut command = Command::new(env!("CARGO"));
-    command.args(["metadata", "--locked", "--offline", "--format-version", "1", "--all-features"]).current_dir(root());
-    let output = command.output().unwrap();
-    if output.status.success() {
-        let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
-        return metadata["packages"].as_array().unwrap().clone();
+    let metadata = |arguments: &[&str]| {
+        let usual = ["metadata", "--locked", "--format-version", "1", "--all-features"];
+        Command::new(env!("CARGO")).args(usual).args(arguments).current_dir(root()).output().unwrap()
+    };
+    let mut output = metadata(&["--offline"]);
+    if !output.status.success() {
+        // What other platforms or features alone need was not fetched yet. For this platform it is, now.
+        let host = Command::new("rustc").arg("-vV").output().unwrap().stdout;
+        let host = String::from_utf8(host).unwrap();
+        output = metadata(&["--filter-platform", host.lines().find_map(|line| line.strip_prefix("host: ")).unwrap()]);
     }
-    // Packages for other platforms have not been fetched, only those for this one.
-    let host = Command::new("rustc").arg("-vV").output().unwrap().stdout;
-    let host = String::from_utf8(host).unwrap();
-    let host = host.lines().find_map(|line| line.strip_prefix("host: ")).unwrap();
-    let output = command.args(["--filter-platform", host]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
     metadata["packages"].as_array().unwrap().clone()
