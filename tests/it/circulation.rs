@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
-use lapin::options::{BasicGetOptions, BasicNackOptions, BasicRejectOptions};
+use lapin::options::{BasicGetOptions, BasicRejectOptions};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_core::message::Alarm;
@@ -220,12 +220,13 @@ fn alarm_beyond_delivery_limit_is_parked() {
         meanwhile(|| broker.ctl(&["set_policy", "limit", ".*timeout", definition, "--apply-to", "queues"]));
         let order = env.order(3_600 * SECOND).await;
         env.deliver([&order]).await;
-        let requeue = BasicNackOptions { requeue: true, ..Default::default() };
+        // basic.reject, not basic.nack: from 4.3 on RabbitMQ counts only the former toward the limit.
+        let requeue = BasicRejectOptions { requeue: true };
         wait_for("the dead letter", async || {
             let timeout = env.names().timeout();
             if let Some(got) = env.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap()
             {
-                got.nack(requeue).await.unwrap();
+                got.reject(requeue).await.unwrap();
             }
             env.depth(&env.names().parked()).await == 1
         })
