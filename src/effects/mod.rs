@@ -85,18 +85,20 @@ impl Effects {
 
     /// Closes the batch, or claims it if a provider is asked.
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
-        let orders = self.orders.clone();
-        let recorder = self.recorder.clone();
-        self.spawn(async move {
+        let (orders, recorder, inputs) = (self.orders.clone(), self.recorder.clone(), self.inputs.clone());
+        let close = async move {
             let began = clock.now();
             let result = orders.close(&batch).await;
             let now = clock.now();
+            // Before it is recorded, because the next batch waits for it, and copying a batch takes a tenth of the time. As
+            // above if it cannot be sent.
+            let _ = inputs.send(Input::Closed(batch.clone(), result.clone()));
             let took = now.since(began);
             debug!(orders = batch.items.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
             recorder.record_batch(&batch, &result, began, now);
             log_results(&batch, &result, now);
-            vec![Input::Closed(batch, result)]
-        });
+        };
+        self.tasks.spawn(close.in_current_span());
     }
 
     /// Runs only for an engine that has a provider, which has these effects.

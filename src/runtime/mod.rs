@@ -135,9 +135,10 @@ impl Worker {
         handle_kinds(&mut settings, &handlers)?;
         warn_about_settings(&settings);
         let webhook = open_webhook(&settings)?;
-        let recorder = Recorder::new(longest_turn(&settings), Traces::start(&settings.traces)?);
-        // First, so that it answers what the worker waits for while it starts.
         let busy_kinds = BusyKinds::new();
+        let traces = Traces::start(&settings.traces, GiveWay::to(&busy_kinds))?;
+        let recorder = Recorder::new(longest_turn(&settings), traces);
+        // First, so that it answers what the worker waits for while it starts.
         let http = open_http(&settings, &recorder, GiveWay::to(&busy_kinds)).await?;
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
         let database = Database::connect(&settings.database, settings.connections_besides_closers()).await?;

@@ -1,5 +1,6 @@
 //! Traces: what becomes of an order is in the trace of the code that scheduled it, as a collector receives it by OTLP.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use hyper_util::rt::TokioIo;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
-use order_timeout_client::postgres::NewAlarm;
+use order_timeout_client::postgres::{NewAlarm, schedule_all};
 use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for};
 use prost::Message;
 use tokio::net::TcpListener;
@@ -60,6 +61,13 @@ impl Collector {
         let mut spans = self.spans.lock().unwrap().clone();
         spans.sort_by_key(|span| span.start_time_unix_nano);
         spans
+    }
+
+    /// How many orders have a span of this name.
+    fn orders_with(&self, name: &str) -> usize {
+        let spans = self.spans.lock().unwrap();
+        let named = spans.iter().filter(|span| span.name == name);
+        named.map(|span| attribute(span, "order_timeout.order_id")).collect::<HashSet<_>>().len()
     }
 }
 
@@ -139,6 +147,27 @@ fn missing_collector_delays_no_order() {
         }
         wait_for("the closes", async || env.closed().await == 20).await;
         env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+/// They are more than the exporter itself can hold.
+#[test]
+fn burst_loses_no_span() {
+    const ORDERS: usize = 2_000;
+    TestEnv::builder().run(async |env| {
+        let collector = Collector::default();
+        let mut settings = env.settings.clone();
+        settings.traces.endpoint = collector.start().await;
+        let worker = RunningWorker::start(settings).await;
+        let orders = env.orders(ORDERS, Duration::from_secs(12)).await;
+        let mut connection = env.pool.acquire().await.unwrap();
+        let alarm = |order: &Order| NewAlarm::new(order.id.to_string(), order.deadline).traceparent(sampled());
+        schedule_all(&mut connection, orders.iter().map(alarm)).await.unwrap();
+        wait_for("the spans", async || {
+            ["schedule", "deliver", "close", "announce"].iter().all(|name| collector.orders_with(name) == ORDERS)
+        })
+        .await;
         worker.stop().await;
     });
 }

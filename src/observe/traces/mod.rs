@@ -2,10 +2,12 @@
 //!
 //! Each span is a child of the scheduling code's own span, so schedule, deliver, close and announce are one trace, whichever
 //! worker did them. An alarm without a trace context, or with one that is not sampled, has no span. No order waits for a
-//! span: those that cannot be exported are dropped. `otlp.rs` exports; nothing here decides anything about an order.
+//! span: those that cannot be exported are dropped. `queue.rs` holds spans while closers are busy, `otlp.rs` exports them;
+//! nothing here decides anything about an order.
 
 #[cfg(feature = "otel")]
 mod otlp;
+mod queue;
 #[cfg(not(feature = "otel"))]
 mod without;
 
@@ -18,10 +20,12 @@ use order_timeout_core::order::{Outcome, Timestamp};
 
 #[cfg(feature = "otel")]
 use otlp::Exporter;
+use queue::SpanQueue;
 #[cfg(not(feature = "otel"))]
 use without::Exporter;
 
 use crate::config::TracesSettings;
+use crate::give_way::GiveWay;
 
 /// Why traces cannot be exported.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +43,7 @@ pub enum TracesError {
 /// What a worker records of orders that are traced. Cheap to clone. Does nothing unless `traces.endpoint` is set.
 #[derive(Debug, Clone, Default)]
 pub struct Traces {
-    exporter: Option<Arc<Exporter>>,
+    queue: Option<Arc<SpanQueue>>,
 }
 
 /// A step that became a span.
@@ -58,11 +62,11 @@ enum Step {
 /// One span. Times are the database's.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "otel"), expect(dead_code, reason = "without the feature nothing is exported"))]
-struct Span<'a> {
+struct Span {
     step: Step,
-    traceparent: &'a str,
-    kind: &'a str,
-    order_id: &'a str,
+    traceparent: String,
+    kind: String,
+    order_id: String,
     began: Timestamp,
     ended: Timestamp,
     attributes: Vec<(&'static str, Value)>,
@@ -107,26 +111,26 @@ pub struct Published<'a> {
 }
 
 impl Traces {
-    /// Starts to export, if an endpoint is set.
+    /// Starts to export, if an endpoint is set: as long as it does, the closers that `give_way` sees go first. On a runtime.
     ///
     /// # Errors
     /// [`TracesError`] if the exporter cannot be started.
-    pub fn start(settings: &TracesSettings) -> Result<Self, TracesError> {
+    pub(crate) fn start(settings: &TracesSettings, give_way: GiveWay) -> Result<Self, TracesError> {
         if settings.endpoint.is_empty() {
             return Ok(Self::default());
         }
-        Exporter::start(settings).map(|exporter| Self { exporter: Some(Arc::new(exporter)) })
+        Exporter::start(settings).map(|exporter| Self { queue: Some(Arc::new(SpanQueue::start(exporter, give_way))) })
     }
 
     /// Whether spans are exported at all.
     #[must_use]
     pub fn is_on(&self) -> bool {
-        self.exporter.is_some()
+        self.queue.is_some()
     }
 
     /// A relay has published a message between these times.
     pub fn published(&self, message: &Published<'_>, began: Timestamp, ended: Timestamp) {
-        let Some(exporter) = &self.exporter else { return };
+        let Some(queue) = &self.queue else { return };
         let step = match message.from {
             Outboxed::Alarm => Step::Schedule,
             Outboxed::Event => Step::Announce,
@@ -137,13 +141,13 @@ impl Traces {
             ("messaging.message.id", Value::Text(message.message_id.to_owned().into())),
             ("order_timeout.message_type", Value::Text(message.message_type.to_owned().into())),
         ];
-        let Published { traceparent, kind, order_id, .. } = *message;
-        exporter.export(Span { step, traceparent, kind, order_id, began, ended, attributes });
+        let [traceparent, kind, order_id] = [message.traceparent, message.kind, message.order_id].map(str::to_owned);
+        queue.push(Span { step, traceparent, kind, order_id, began, ended, attributes });
     }
 
     /// A worker has received an alarm. `now` is the database's time.
     pub fn delivered(&self, delivered: &Delivered, now: Timestamp) {
-        let Some(exporter) = &self.exporter else { return };
+        let Some(queue) = &self.queue else { return };
         let Ok(alarm) = &delivered.content else { return };
         let Some(traceparent) = alarm.traceparent.as_deref() else { return };
         let mut attributes = vec![
@@ -153,11 +157,11 @@ impl Traces {
         if delivered.source == SourceQueue::Timeout {
             attributes.push(("order_timeout.early_ms", Value::Number(ms_between(now, alarm.deadline()))));
         }
-        exporter.export(Span {
+        queue.push(Span {
             step: Step::Deliver,
-            traceparent,
-            kind: alarm.alarm.kind.as_str(),
-            order_id: alarm.order_id().as_str(),
+            traceparent: traceparent.to_owned(),
+            kind: alarm.alarm.kind.as_str().to_owned(),
+            order_id: alarm.order_id().as_str().to_owned(),
             began: now,
             ended: now,
             attributes,
@@ -166,7 +170,7 @@ impl Traces {
 
     /// A statement has decided about a batch of orders between these times.
     pub fn decided(&self, batch: &Batch, answer: &BatchResult, began: Timestamp, ended: Timestamp) {
-        let Some(exporter) = &self.exporter else { return };
+        let Some(queue) = &self.queue else { return };
         for item in &batch.items {
             let Some(traceparent) = item.alarm.traceparent.as_deref() else { continue };
             let order_id = item.alarm.order_id();
@@ -186,11 +190,11 @@ impl Traces {
             if let Some(deadline) = deadline {
                 attributes.push(("order_timeout.lateness_ms", Value::Number(ms_between(deadline, ended))));
             }
-            exporter.export(Span {
+            queue.push(Span {
                 step: Step::Close,
-                traceparent,
-                kind: item.alarm.alarm.kind.as_str(),
-                order_id: order_id.as_str(),
+                traceparent: traceparent.to_owned(),
+                kind: item.alarm.alarm.kind.as_str().to_owned(),
+                order_id: order_id.as_str().to_owned(),
                 began,
                 ended,
                 attributes,
@@ -198,11 +202,11 @@ impl Traces {
         }
     }
 
-    /// Exports what is left. Waits for the collector, for at most two seconds.
+    /// Exports what is left. Waits for the collector, for some seconds at most.
     pub async fn finish(self) {
-        let Some(exporter) = self.exporter else { return };
-        // The exporter's own client may neither wait nor be dropped on a thread of the runtime.
-        let _ended = tokio::task::spawn_blocking(move || exporter.finish()).await;
+        if let Some(queue) = &self.queue {
+            queue.finish().await;
+        }
     }
 }
 

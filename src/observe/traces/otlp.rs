@@ -1,7 +1,7 @@
-//! Exports spans by OTLP over HTTP, from a thread of its own, in batches.
+//! Exports spans by OTLP over HTTP, from a thread of its own.
 //!
-//! Never blocks its callers: a full queue drops spans. Whether a trace is sampled is decided by the code that scheduled the
-//! order: the flag in its trace context.
+//! Blocks its caller until the collector has answered, and repeats nothing: what the collector does not take is lost. Whether
+//! a trace is sampled is decided by the code that scheduled the order: the flag in its trace context.
 
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime};
@@ -18,10 +18,8 @@ use order_timeout_core::message::HEADER_TRACEPARENT;
 use super::{Span, Step, TracesError, Value};
 use crate::config::TracesSettings;
 
-/// How long a stopping worker waits for the collector.
-const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long one request to the collector may take.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long one request to the collector may take, which also delays the end of a stopping worker.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Where OTLP over HTTP takes spans, by its specification.
 const SPANS_PATH: &str = "/v1/traces";
 
@@ -47,20 +45,29 @@ impl Exporter {
         Ok(Self { provider, tracer, propagator: TraceContextPropagator::new() })
     }
 
-    pub fn export(&self, span: Span<'_>) {
-        let Some(parent) = self.sampled_parent(span.traceparent) else { return };
+    /// At most as many as the exporter holds, 2 048: it drops the others.
+    pub fn export(&self, spans: &[Span]) {
+        for span in spans {
+            self.make(span);
+        }
+        // It has logged why it failed.
+        let _failed = self.provider.force_flush();
+    }
+
+    fn make(&self, span: &Span) {
+        let Some(parent) = self.sampled_parent(&span.traceparent) else { return };
         let (name, kind) = match span.step {
             Step::Schedule => ("schedule", SpanKind::Producer),
             Step::Deliver => ("deliver", SpanKind::Consumer),
             Step::Close => ("close", SpanKind::Client),
             Step::Announce => ("announce", SpanKind::Producer),
         };
-        let named = [("order_timeout.kind", span.kind), ("order_timeout.order_id", span.order_id)];
-        let named = named.into_iter().map(|(key, value)| KeyValue::new(key, value.to_owned()));
-        let attributes = named.chain(span.attributes.into_iter().map(|(key, value)| match value {
-            Value::Text(text) => KeyValue::new(key, text),
-            Value::Count(count) => KeyValue::new(key, count),
-            Value::Number(number) => KeyValue::new(key, number),
+        let named = [("order_timeout.kind", &span.kind), ("order_timeout.order_id", &span.order_id)];
+        let named = named.into_iter().map(|(key, value)| KeyValue::new(key, value.clone()));
+        let attributes = named.chain(span.attributes.iter().map(|(key, value)| match value {
+            Value::Text(text) => KeyValue::new(*key, text.clone()),
+            Value::Count(count) => KeyValue::new(*key, *count),
+            Value::Number(number) => KeyValue::new(*key, *number),
         }));
         let builder = self.tracer.span_builder(name).with_kind(kind).with_start_time(SystemTime::from(span.began));
         let builder = builder.with_attributes(attributes.collect::<Vec<_>>());
@@ -76,7 +83,7 @@ impl Exporter {
     }
 
     pub fn finish(&self) {
-        // What is not exported by then is dropped, and the exporter has reported why.
-        let _dropped = self.provider.shutdown_with_timeout(FINISH_TIMEOUT);
+        // What is not exported by then is dropped, and the exporter has logged why.
+        let _dropped = self.provider.shutdown_with_timeout(REQUEST_TIMEOUT);
     }
 }
