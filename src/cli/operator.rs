@@ -11,7 +11,7 @@ use crate::postgres::Operator;
 /// The operator of a command that changes orders or parked alarms.
 #[derive(Debug, Args)]
 pub struct OperatorArgs {
-    /// Why, for the record that is kept; required with --where
+    /// Why, for the record that is kept; required for a change of all orders that a condition chooses
     #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
     why: Option<String>,
     /// Who asks for it, for the record that is kept; the user of the operating system if it is not given

@@ -100,7 +100,8 @@ impl ActArgs {
         let missing: Vec<Uuid> = self.which.ids.iter().filter(|id| !selected.contains(id)).copied().collect();
         let mut output = CommandOutcome { code: u8::from(!missing.is_empty()), ..CommandOutcome::default() };
         if !self.json {
-            missing.iter().for_each(|id| output.line(format!("no alarm {id} is parked")));
+            let hint = "give the id of an alarm, the first column of `parked list`, not that of its order";
+            missing.iter().for_each(|id| output.line(format!("no alarm {id} is parked; {hint}")));
         }
         (missing, output)
     }
@@ -193,6 +194,8 @@ async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandO
     let (missing, mut output) = args.missing(&selected);
     if args.json {
         output.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
+    } else if selected.is_empty() {
+        output.line("no alarm is selected");
     } else {
         write_table(
             &parked_alarms::list(database, &args.selection(), PREVIEWED).await.map_err(ParkedError::from)?,
@@ -213,7 +216,10 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
         line["missing"] = json!(missing);
         output.line(line);
     } else {
-        output.line(format!("{} alarm(s) sent back to the worker", retried.sent));
+        output.line(format!(
+            "{} alarm(s) sent back to the worker; what still cannot be handled is parked again",
+            retried.sent
+        ));
         for Kept { id, why } in &retried.kept {
             output.line(format!("kept {id}: {why}"));
         }

@@ -4,6 +4,8 @@
 //! Reads only, apart from a row lock that is given back at once (`show.rs`). Tells nothing that is not recorded: what no
 //! table keeps is listed with the reason.
 
+use std::time::Duration;
+
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{read_rfc3339, write_rfc3339};
 use order_timeout_core::order::{OrderId, Timestamp};
@@ -189,8 +191,16 @@ fn closed_in_words(at: Timestamp, by: &str, deadline: &str) -> String {
         other => other,
     };
     match read_rfc3339(deadline) {
-        Some(deadline) => format!("{path}, {} ms after its deadline", at.since(deadline).as_millis()),
+        Some(deadline) => format!("{path}, {} after its deadline", in_words(at.since(deadline))),
         None => path.to_owned(),
+    }
+}
+
+/// Milliseconds as long as they are of interest.
+fn in_words(lateness: Duration) -> String {
+    match lateness.as_secs() {
+        0..10 => format!("{} ms", lateness.as_millis()),
+        seconds => humantime::format_duration(Duration::from_secs(seconds)).to_string(),
     }
 }
 
@@ -414,5 +424,7 @@ mod tests {
         let at = read_rfc3339("2026-11-20T10:30:00.007Z").unwrap();
         assert_eq!(closed_in_words(at, "alarm", deadline), "by its alarm, 7 ms after its deadline");
         assert_eq!(closed_in_words(at, "reaper", deadline), "reaper, 7 ms after its deadline");
+        let late = at + Duration::from_millis(270_468);
+        assert_eq!(closed_in_words(late, "sweep", deadline), "by the sweep, 4m 30s after its deadline");
     }
 }

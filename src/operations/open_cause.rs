@@ -16,7 +16,7 @@ use crate::postgres::closing_pauses::Pause;
 const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
 
 /// What to do while closing is paused.
-const RESUME: &str = "remove the cause for which closing was paused, then `order-timeout resume --reason TEXT`: what is due is closed then";
+const RESUME: &str = "remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`: what is due is closed then";
 
 /// What the reason that an order is open depends on. `None` is unknown.
 pub(super) struct Facts<'a> {

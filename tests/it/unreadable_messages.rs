@@ -254,7 +254,7 @@ fn command_lists_then_moves() {
         assert_eq!(env.take_out(&due).await, bodies);
         let (code, out, _) = run(order_timeout(&env.settings).args(["parked", "retry", "--all", "--yes"]));
         assert_eq!(code, 1, "one of the two is no alarm: {out}");
-        assert!(out.starts_with("1 alarm(s) sent back to the worker\n"), "{out}");
+        assert!(out.starts_with("1 alarm(s) sent back to the worker;"), "{out}");
         assert_eq!(env.take_out(&inbox).await, [orders[3].body()]);
     });
 }

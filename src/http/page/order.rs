@@ -77,6 +77,9 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
             }
         }
         p.summary { (capitalised(&told.summary)) "." }
+        @if told.exists == Some(false) {
+            p { "An order is found by its whole id; " a href="/pending" { "Pending" } " finds orders by a part of it." }
+        }
         @if let Some(open) = &told.open {
             section.open {
                 h2 { "Why it is open" }

@@ -11,6 +11,7 @@ use order_timeout_amqp::connect;
 
 use super::super::site::{Shared, View};
 use super::layout::{Layout, Visitor};
+use super::pending::pending_from;
 use super::plots;
 use super::remedies::{self, remedy};
 use super::words::{age, count, lateness, moment, money, number, shown, with_code};
@@ -99,6 +100,7 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[S
         section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
             h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
             @if !reasons.is_empty() { ul { @for text in reasons { (reason(text)) } } }
+            @if let (Verdict::Paused(_) | Verdict::Late(_), Some(overview)) = (verdict, overview) { (overdue_links(overview)) }
             @if let Verdict::Unknown(why) = verdict {
                 p { (shown(why)) }
                 p.todo { (with_code(remedies::DATABASE)) }
@@ -106,6 +108,21 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[S
                 @let others: Vec<_> = problems.iter().filter(|line| !line.contains("database: ")).collect();
                 @if !others.is_empty() { ul { @for text in others { (reason(text)) } } }
             }
+        }
+    }
+}
+
+/// Where the overdue orders of each kind are listed. The page of what is pending begins at the present otherwise.
+fn overdue_links(overview: &Overview) -> Markup {
+    let overdue = overview.kinds.iter().filter_map(|of| {
+        let oldest = of.overdue.as_ref().filter(|overdue| overdue.orders > 0)?.oldest.as_deref()?;
+        Some((&of.kind, pending_from(&of.kind, oldest)))
+    });
+    html! {
+        @for (kind, page) in overdue {
+            p { a href=(page) {
+                "The overdue orders" @if overview.kinds.len() > 1 { " of the kind " (kind) } ", the oldest first"
+            } }
         }
     }
 }
@@ -204,7 +221,7 @@ fn parked_section(parked: Option<&[ParkedForReason]>) -> Markup {
             h2 { "Parked alarms" }
             @match parked {
                 None => p { "Not known." },
-                Some([]) => p { "None: every alarm could be handled." },
+                Some([]) => p { "None." },
                 Some(parked) => {
                     p { "Alarms that could not be handled. Their orders are closed by the sweep where that is possible." }
                     table {

@@ -67,7 +67,7 @@ fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
     html! {
         h1 { "Parked alarms" }
         p { "Alarms that could not be handled, the oldest first. Retrying sends them to the workers again; dropping deletes
-             them. No order depends on them: the sweep closes it." }
+             them, which cannot be undone. Their orders, if there are any, are closed by the sweep where that is possible." }
         (result(asked))
         (filter(asked.reason.as_deref()))
         @if page.alarms.is_empty() {
@@ -100,7 +100,7 @@ fn address(asked: &Listed) -> String {
 
 fn result(asked: &Listed) -> Markup {
     html! {
-        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back to the workers, which close the orders unless closing is paused." } }
+        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back to the workers. What still cannot be handled is parked again, within about a minute if its order is missing; while closing is paused, all of them wait." } }
         @if let Some(kept @ 1..) = asked.kept {
             p.bad role="status" { (count(kept, "alarm")) " could not be sent: " code { "order-timeout parked retry" } " says why." }
         }

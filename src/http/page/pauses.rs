@@ -170,7 +170,7 @@ fn result(done: &Done) -> Markup {
         }
         @match done.ended {
             Some(0) => p.bad role="status" { "Nothing of that was paused." },
-            Some(ended) => p.ok role="status" { (count(ended, "pause")) " ended." },
+            Some(ended) => p.ok role="status" { (count(ended, "pause")) " ended. What is overdue is closed now, where nothing else holds it." },
             None => {},
         }
         @if let Some(1..) = done.left {

@@ -63,7 +63,7 @@ fn contents(page: &Pending, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
             p { (if page.next.is_some() { "None among the orders that were searched." } else { "None." }) }
         } @else {
             div.scroll tabindex="0" role="region" aria-label="Orders that fall due" {
-                table {
+                table.cards {
                     thead { tr { th scope="col" { "deadline" } th scope="col" { "order" } th.number scope="col" { "amount" }
                         th.number scope="col" { "units" } } }
                     tbody { @for order in &page.orders { (row(order, kind)) } }
@@ -79,20 +79,30 @@ fn row(order: &PendingOrder, kind: &Kind) -> Markup {
     let id = order.order_id.as_str();
     html! {
         tr {
-            td { (time(&order.deadline)) }
-            td { a href=(order_path(kind, id)) { code { (shown(id)) } } }
-            td.number { @if let Some(amount) = &order.money { (money(amount)) } @else { "–" } }
-            td.number { @if let Some(units) = order.units { (units) } @else { "–" } }
+            td data-name="deadline" { (time(&order.deadline)) }
+            td data-name="order" { a href=(order_path(kind, id)) { code { (shown(id)) } } }
+            td.number data-name="amount" { @if let Some(amount) = &order.money { (money(amount)) } @else { "–" } }
+            td.number data-name="units" { @if let Some(units) = order.units { (units) } @else { "–" } }
         }
     }
 }
 
 fn next_page(page: &Pending, kind: &Kind, text: &str, next: &str) -> String {
-    let mut query = Serializer::new(String::from("/pending?"));
-    if !kind.is_default() {
-        query.append_pair("kind", kind.as_str());
-    }
+    let mut query = of_kind(kind);
     query.append_pair("from", &page.from).append_pair("until", &page.until);
     query.append_pair("text", text).append_pair("after", next);
     query.finish()
+}
+
+/// The page of what falls due from this deadline on, RFC 3339.
+pub(super) fn pending_from(kind: &Kind, from: &str) -> String {
+    of_kind(kind).append_pair("from", from).finish()
+}
+
+fn of_kind(kind: &Kind) -> Serializer<'static, String> {
+    let mut query = Serializer::for_suffix(String::from("/pending?"), "/pending?".len());
+    if !kind.is_default() {
+        query.append_pair("kind", kind.as_str());
+    }
+    query
 }

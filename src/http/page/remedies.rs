@@ -7,7 +7,8 @@ use crate::observe::degraded::Cause;
 const BROKER: &str = "Start the broker, or correct `amqp.url`. Until then workers read deadlines from the database, so orders are closed on time; events wait.";
 pub(super) const DATABASE: &str = "Start the database, or correct `database.url`. No order is closed until then and none is lost: what is due is closed as soon as the database is back.";
 const PROVIDER: &str = "Check that the payment provider answers, and its settings. It is asked again by itself; its orders stay unclosed until then, with their stock reserved.";
-const PAUSE: &str = "Remove the cause for which closing was paused, then `order-timeout resume --reason TEXT`.";
+const PAUSE: &str =
+    "Remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`.";
 
 /// `None` if the line says it itself, or has no known remedy.
 pub(super) fn remedy(line: &str) -> Option<String> {

@@ -15,25 +15,27 @@ pub(super) fn shown(text: &str) -> Cow<'_, str> {
     sanitize::one_line(text)
 }
 
-/// The page on which a command's work is done as well.
-const PAGES_OF_COMMANDS: [(&str, &str); 5] = [
-    ("order-timeout resume", "/pauses"),
-    ("order-timeout pause", "/pauses"),
-    ("order-timeout parked", "/parked"),
-    ("order-timeout late", "/late"),
-    ("order-timeout closing", "/unresolved"),
+/// The page on which a command's work is done as well, and its name.
+const PAGES_OF_COMMANDS: [(&str, &str, &str); 5] = [
+    ("order-timeout resume", "/pauses", "Pauses"),
+    ("order-timeout pause", "/pauses", "Pauses"),
+    ("order-timeout parked", "/parked", "Parked alarms"),
+    ("order-timeout late", "/late", "Late money"),
+    ("order-timeout closing", "/unresolved", "Unresolved"),
 ];
 
-/// Text from outside with what is between backticks as code, which leads to the page that does the same.
+/// Text from outside with what is between backticks as code, followed by a link to the page that does the same.
 pub(super) fn with_code(text: &str) -> Markup {
     let text = shown(text);
     html! {
         @for (number, part) in text.split('`').enumerate() {
             @if number % 2 == 0 { (part) }
-            @else if let Some((_, page)) = PAGES_OF_COMMANDS.iter().find(|(command, _)| part.starts_with(command)) {
-                a href=(page) { code { (part) } }
+            @else {
+                code { (part) }
+                @if let Some((_, page, name)) = PAGES_OF_COMMANDS.iter().find(|(command, ..)| part.starts_with(command)) {
+                    " (or on the page " a href=(page) { (name) } ")"
+                }
             }
-            @else { code { (part) } }
         }
     }
 }
@@ -117,7 +119,8 @@ mod tests {
         let text = with_code("run `order-timeout close ID` <now>").into_string();
         assert_eq!(text, "run <code>order-timeout close ID</code> &lt;now&gt;");
         let text = with_code("then `order-timeout resume --reason TEXT`").into_string();
-        assert_eq!(text, "then <a href=\"/pauses\"><code>order-timeout resume --reason TEXT</code></a>");
+        let (command, link) = ("<code>order-timeout resume --reason TEXT</code>", "<a href=\"/pauses\">Pauses</a>");
+        assert_eq!(text, format!("then {command} (or on the page {link})"));
     }
 
     #[test]

@@ -163,7 +163,7 @@ fn waits_for_resume(pause: &Pause) -> Finding {
     Finding::new(
         pause.sentence(),
         "no order of it is closed until closing is resumed; alarms wait in the broker, and workers read no queue",
-        "remove the cause for which closing was paused, then `order-timeout resume --reason TEXT`",
+        "remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`",
     )
 }
 
