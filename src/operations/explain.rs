@@ -196,7 +196,7 @@ fn closed_in_words(at: Timestamp, by: &str, deadline: &str) -> String {
     }
 }
 
-/// Milliseconds as long as they are of interest.
+/// Milliseconds up to what a close on time can take, and a retry or two; then seconds and more.
 fn in_words(lateness: Duration) -> String {
     match lateness.as_secs() {
         0..10 => format!("{} ms", lateness.as_millis()),

@@ -182,6 +182,9 @@ fn pause_is_shown_and_ended_by_keyboard() {
         browser.wait_for_text("#verdict", "Closing is paused: no order is closed until it is resumed.").await;
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
         let orders = env.orders(12, SECOND).await;
+        let later = env.order(600 * SECOND).await;
+        let stuck = "UPDATE orders SET expires_at = expires_at - interval '3 hours' WHERE id = $1";
+        sqlx::query(stuck).bind(orders[0].id).execute(&env.pool).await.unwrap();
         browser.wait_for_text("#verdict", "Closing is paused: 12 overdue orders wait to be closed.").await;
         browser.wait_for_text("#verdict", "by night shift: the callbacks of the provider are missing").await;
         browser.wait_for_text("#paused", "operator: night shift").await;
@@ -197,6 +200,7 @@ fn pause_is_shown_and_ended_by_keyboard() {
         for order in &orders {
             browser.wait_for_text("main", &order.id.to_string()).await;
         }
+        assert!(!browser.text("main").await.contains(&later.id.to_string()), "it is not overdue");
         browser.visit("/").await;
         browser.tab_to("Resume closing").await;
         browser.press(Key::Enter).await;

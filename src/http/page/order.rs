@@ -19,6 +19,7 @@ use super::super::site::Shared;
 use super::failed;
 use super::layout::{Layout, Visitor, kind_choice, order_path};
 use super::overview::not_known;
+use super::pending::pending_with;
 use super::words::{shown, time, with_code};
 use crate::operations::explain::{Explanation, Moment, explain};
 use crate::postgres::one_line;
@@ -78,7 +79,8 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
         }
         p.summary { (capitalised(&told.summary)) "." }
         @if told.exists == Some(false) {
-            p { "An order is found by its whole id; " a href="/pending" { "Pending" } " finds orders by a part of it." }
+            p { "An order is found by its whole id. " a href=(pending_with(&told.kind, told.order_id.as_str())) { "Pending" }
+                " finds unpaid orders by a part of it, in a window of time." }
         }
         @if let Some(open) = &told.open {
             section.open {

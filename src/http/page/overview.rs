@@ -11,7 +11,7 @@ use order_timeout_amqp::connect;
 
 use super::super::site::{Shared, View};
 use super::layout::{Layout, Visitor};
-use super::pending::pending_from;
+use super::pending::pending_between;
 use super::plots;
 use super::remedies::{self, remedy};
 use super::words::{age, count, lateness, moment, money, number, shown, with_code};
@@ -112,11 +112,11 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[S
     }
 }
 
-/// Where the overdue orders of each kind are listed. The page of what is pending begins at the present otherwise.
+/// Links to the overdue orders of each kind.
 fn overdue_links(overview: &Overview) -> Markup {
     let overdue = overview.kinds.iter().filter_map(|of| {
         let oldest = of.overdue.as_ref().filter(|overdue| overdue.orders > 0)?.oldest.as_deref()?;
-        Some((&of.kind, pending_from(&of.kind, oldest)))
+        Some((&of.kind, pending_between(&of.kind, oldest, &overview.at)))
     });
     html! {
         @for (kind, page) in overdue {

@@ -100,7 +100,7 @@ fn address(asked: &Listed) -> String {
 
 fn result(asked: &Listed) -> Markup {
     html! {
-        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back to the workers. What still cannot be handled is parked again, within about a minute if its order is missing; while closing is paused, all of them wait." } }
+        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back to the workers. What still cannot be handled is parked again, after retry.missing_for if its order is missing; while closing is paused, all of them wait." } }
         @if let Some(kept @ 1..) = asked.kept {
             p.bad role="status" { (count(kept, "alarm")) " could not be sent: " code { "order-timeout parked retry" } " says why." }
         }

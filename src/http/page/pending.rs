@@ -94,9 +94,14 @@ fn next_page(page: &Pending, kind: &Kind, text: &str, next: &str) -> String {
     query.finish()
 }
 
-/// The page of what falls due from this deadline on, RFC 3339.
-pub(super) fn pending_from(kind: &Kind, from: &str) -> String {
-    of_kind(kind).append_pair("from", from).finish()
+/// The page of what falls due between these times, RFC 3339.
+pub(super) fn pending_between(kind: &Kind, from: &str, until: &str) -> String {
+    of_kind(kind).append_pair("from", from).append_pair("until", until).finish()
+}
+
+/// The page of what falls due soon and has this text in its id.
+pub(super) fn pending_with(kind: &Kind, text: &str) -> String {
+    of_kind(kind).append_pair("text", text).finish()
 }
 
 fn of_kind(kind: &Kind) -> Serializer<'static, String> {

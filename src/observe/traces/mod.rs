@@ -27,6 +27,9 @@ use without::Exporter;
 use crate::config::TracesSettings;
 use crate::give_way::GiveWay;
 
+/// Spans that are exported at once, by one request to the collector.
+const AT_ONCE: usize = 512;
+
 /// Why traces cannot be exported.
 #[derive(Debug, thiserror::Error)]
 pub enum TracesError {
@@ -111,7 +114,7 @@ pub struct Published<'a> {
 }
 
 impl Traces {
-    /// Starts to export, if an endpoint is set: as long as it does, the closers that `give_way` sees go first. On a runtime.
+    /// Starts to export, if an endpoint is set, while the closers that `give_way` sees are idle. To be called on a runtime.
     ///
     /// # Errors
     /// [`TracesError`] if the exporter cannot be started.
@@ -128,9 +131,14 @@ impl Traces {
         self.queue.is_some()
     }
 
+    /// The queue, if spans of this trace are exported.
+    fn queue_of(&self, traceparent: &str) -> Option<&SpanQueue> {
+        self.queue.as_deref().filter(|_| is_sampled(traceparent))
+    }
+
     /// A relay has published a message between these times.
     pub fn published(&self, message: &Published<'_>, began: Timestamp, ended: Timestamp) {
-        let Some(queue) = &self.queue else { return };
+        let Some(queue) = self.queue_of(message.traceparent) else { return };
         let step = match message.from {
             Outboxed::Alarm => Step::Schedule,
             Outboxed::Event => Step::Announce,
@@ -147,9 +155,9 @@ impl Traces {
 
     /// A worker has received an alarm. `now` is the database's time.
     pub fn delivered(&self, delivered: &Delivered, now: Timestamp) {
-        let Some(queue) = &self.queue else { return };
         let Ok(alarm) = &delivered.content else { return };
         let Some(traceparent) = alarm.traceparent.as_deref() else { return };
+        let Some(queue) = self.queue_of(traceparent) else { return };
         let mut attributes = vec![
             ("order_timeout.source", Value::Text(delivered.source.as_str().into())),
             ("order_timeout.attempt", Value::Count(alarm.attempt.into())),
@@ -170,9 +178,12 @@ impl Traces {
 
     /// A statement has decided about a batch of orders between these times.
     pub fn decided(&self, batch: &Batch, answer: &BatchResult, began: Timestamp, ended: Timestamp) {
-        let Some(queue) = &self.queue else { return };
+        if !self.is_on() {
+            return;
+        }
         for item in &batch.items {
             let Some(traceparent) = item.alarm.traceparent.as_deref() else { continue };
+            let Some(queue) = self.queue_of(traceparent) else { continue };
             let order_id = item.alarm.order_id();
             let (outcome, deadline) = match answer {
                 Err(fault) => (fault.as_str(), None),
@@ -202,7 +213,7 @@ impl Traces {
         }
     }
 
-    /// Exports what is left. Waits for the collector, for some seconds at most.
+    /// Exports what is left. Waits for the collector, for four seconds at most.
     pub async fn finish(self) {
         if let Some(queue) = &self.queue {
             queue.finish().await;
@@ -210,7 +221,26 @@ impl Traces {
     }
 }
 
+/// Whether the code that scheduled keeps this trace: the last bit of the last two digits of a trace context of version 00 (W3C
+/// Trace Context, "sampled"). Of a later version they stand in the same place.
+fn is_sampled(traceparent: &str) -> bool {
+    let flags = traceparent.get(53..55).and_then(|digits| u8::from_str_radix(digits, 16).ok());
+    flags.is_some_and(|flags| flags & 1 == 1)
+}
+
 /// Negative if `later` is before `earlier`.
 fn ms_between(earlier: Timestamp, later: Timestamp) -> f64 {
     later.unix_micros().saturating_sub(earlier.unix_micros()) as f64 / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_flag_says_sampled() {
+        let context = |flags: &str| format!("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-{flags}");
+        assert!(["01", "03", "ff"].iter().all(|flags| is_sampled(&context(flags))));
+        assert!(["00", "02", "", "é"].iter().all(|flags| !is_sampled(&context(flags))));
+    }
 }

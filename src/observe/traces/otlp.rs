@@ -9,17 +9,19 @@ use std::time::{Duration, SystemTime};
 use opentelemetry::propagation::TextMapPropagator;
 use opentelemetry::trace::{Span as _, SpanKind, TraceContextExt, Tracer, TracerProvider};
 use opentelemetry::{Context, KeyValue};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use opentelemetry_otlp::{RetryPolicy, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
-use opentelemetry_sdk::trace::{Sampler, SdkTracer, SdkTracerProvider};
+use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider};
 use order_timeout_core::message::HEADER_TRACEPARENT;
 
-use super::{Span, Step, TracesError, Value};
+use super::{AT_ONCE, Span, Step, TracesError, Value};
 use crate::config::TracesSettings;
 
 /// How long one request to the collector may take, which also delays the end of a stopping worker.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
+/// The SDK's timer; a day is as long as never, because an export comes before.
+const NEVER: Duration = Duration::from_secs(24 * 3_600);
 /// Where OTLP over HTTP takes spans, by its specification.
 const SPANS_PATH: &str = "/v1/traces";
 
@@ -34,9 +36,16 @@ impl Exporter {
     pub fn start(settings: &TracesSettings) -> Result<Self, TracesError> {
         let endpoint = format!("{}{SPANS_PATH}", settings.endpoint.trim_end_matches('/'));
         let exporter = SpanExporter::builder().with_http().with_endpoint(endpoint).with_timeout(REQUEST_TIMEOUT);
+        let exporter = exporter.with_retry_policy(RetryPolicy::disabled());
         let exporter = exporter.build().map_err(|error| TracesError::NotStarted(error.to_string()))?;
+        // Neither the number of spans nor the time begins an export: `export` does, for those that it was given.
+        let batches = BatchConfigBuilder::default()
+            .with_max_queue_size(2 * AT_ONCE)
+            .with_max_export_batch_size(2 * AT_ONCE)
+            .with_scheduled_delay(NEVER)
+            .build();
         let provider = SdkTracerProvider::builder()
-            .with_batch_exporter(exporter)
+            .with_span_processor(BatchSpanProcessor::builder(exporter).with_batch_config(batches).build())
             // The scheduling code decides; a trace context is always there.
             .with_sampler(Sampler::ParentBased(Box::new(Sampler::AlwaysOff)))
             .with_resource(Resource::builder().with_service_name(settings.service_name.clone()).build())
@@ -45,13 +54,12 @@ impl Exporter {
         Ok(Self { provider, tracer, propagator: TraceContextPropagator::new() })
     }
 
-    /// At most as many as the exporter holds, 2 048: it drops the others.
-    pub fn export(&self, spans: &[Span]) {
+    /// Exports at most [`AT_ONCE`] spans; the error says why the collector did not take them.
+    pub fn export(&self, spans: &[Span]) -> Result<(), String> {
         for span in spans {
             self.make(span);
         }
-        // It has logged why it failed.
-        let _failed = self.provider.force_flush();
+        self.provider.force_flush().map_err(|error| error.to_string())
     }
 
     fn make(&self, span: &Span) {
@@ -83,7 +91,7 @@ impl Exporter {
     }
 
     pub fn finish(&self) {
-        // What is not exported by then is dropped, and the exporter has logged why.
-        let _dropped = self.provider.shutdown_with_timeout(REQUEST_TIMEOUT);
+        // Nothing is left to export.
+        let _ended = self.provider.shutdown_with_timeout(REQUEST_TIMEOUT);
     }
 }

@@ -1,7 +1,7 @@
 //! Holds the spans that were recorded, and exports them while no closer is busy.
 //!
-//! Making a span and sending it costs about as much as closing an order. Delays spans, by half a second and at most two more;
-//! delays no order: a full queue drops spans.
+//! Making a span and sending it costs processor time that a burst needs for its orders. Delays spans by half a second, and by
+//! two more at most for each round of exports; delays no order: a full queue drops spans.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::{Exporter, Span};
+use super::{AT_ONCE, Exporter, Span};
 use crate::give_way::GiveWay;
 use crate::observe::logging::LogThrottle;
 
@@ -21,8 +21,6 @@ use crate::observe::logging::LogThrottle;
 const CAPACITY: usize = 65_536;
 /// How long spans are collected: few exports, and a trace that is seen soon.
 const COLLECTED_FOR: Duration = Duration::from_millis(500);
-/// Exported at once: one request to the collector, and fewer than the exporter itself can hold.
-const AT_ONCE: usize = 512;
 /// How long a stopping worker exports what is left.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -49,12 +47,12 @@ impl SpanQueue {
         }
     }
 
-    /// Exports what is left, for at most two seconds and one more request.
+    /// Exports what is left: ends after four seconds at the latest, if the collector hangs.
     pub async fn finish(&self) {
         self.stop.cancel();
         let exporting = self.exporting.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(exporting) = exporting {
-            // It has panicked, and there is nothing left to export with.
+            // An error is a panic, after which nothing is left to export with.
             let _ended = exporting.await;
         }
     }
@@ -65,40 +63,53 @@ struct Exports {
     give_way: GiveWay,
     dropped: Arc<AtomicU64>,
     drops_throttle: LogThrottle,
+    failures_throttle: LogThrottle,
     /// Taken from the queue, and not exported yet.
     taken: Vec<Span>,
 }
 
 impl Exports {
     fn new(exporter: Exporter, give_way: GiveWay, dropped: Arc<AtomicU64>) -> Self {
-        let (exporter, drops_throttle, taken) = (Arc::new(exporter), LogThrottle::default(), Vec::new());
-        Self { exporter, give_way, dropped, drops_throttle, taken }
+        let (drops_throttle, failures_throttle) = Default::default();
+        let (exporter, taken) = (Arc::new(exporter), Vec::new());
+        Self { exporter, give_way, dropped, drops_throttle, failures_throttle, taken }
     }
 
+    /// Until `stop`, or until no recorder is left that could record a span. Waits are cancelled, exports never: their spans
+    /// would be lost.
     async fn run(mut self, mut spans: mpsc::Receiver<Span>, stop: CancellationToken) {
-        stop.run_until_cancelled(self.export_as_they_come(&mut spans)).await;
+        while stop.run_until_cancelled(self.collect(&mut spans)).await == Some(true) {
+            let due = Instant::now();
+            // What comes meanwhile is collected again, so that a round ends, and the next one gives way again.
+            for _ in 0..self.waiting(&spans).div_ceil(AT_ONCE) {
+                stop.run_until_cancelled(self.give_way.due(due)).await;
+                self.export_some(&mut spans).await;
+            }
+            self.log_dropped();
+        }
         let deadline = Instant::now() + FINISH_TIMEOUT;
-        while self.has_some(&spans) && Instant::now() < deadline {
+        while self.waiting(&spans) > 0 && Instant::now() < deadline {
             self.export_some(&mut spans).await;
         }
+        self.dropped.fetch_add(self.waiting(&spans) as u64, Ordering::Relaxed);
+        self.drops_throttle = LogThrottle::default();
+        self.log_dropped();
         let exporter = self.exporter;
         // Its client may neither wait nor be dropped on a thread of the runtime.
         let _ended = tokio::task::spawn_blocking(move || exporter.finish()).await;
     }
 
-    /// Until no span can come any more: the worker did not start.
-    async fn export_as_they_come(&mut self, spans: &mut mpsc::Receiver<Span>) {
-        while spans.recv_many(&mut self.taken, 1).await > 0 {
-            let due = Instant::now() + COLLECTED_FOR;
-            while self.has_some(spans) {
-                self.give_way.due(due).await;
-                self.export_some(spans).await;
-            }
+    /// Waits for spans, and until those of the same time have come and the closers are idle; false if none can come.
+    async fn collect(&mut self, spans: &mut mpsc::Receiver<Span>) -> bool {
+        if spans.recv_many(&mut self.taken, 1).await == 0 {
+            return false;
         }
+        self.give_way.due(Instant::now() + COLLECTED_FOR).await;
+        true
     }
 
-    fn has_some(&self, spans: &mpsc::Receiver<Span>) -> bool {
-        !self.taken.is_empty() || !spans.is_empty()
+    fn waiting(&self, spans: &mpsc::Receiver<Span>) -> usize {
+        self.taken.len() + spans.len()
     }
 
     async fn export_some(&mut self, spans: &mut mpsc::Receiver<Span>) {
@@ -108,11 +119,24 @@ impl Exports {
             self.taken.push(span);
         }
         let (exporter, taken) = (self.exporter.clone(), std::mem::take(&mut self.taken));
-        // It has panicked, and these spans are lost.
-        let _ended = tokio::task::spawn_blocking(move || exporter.export(&taken)).await;
+        let exported = tokio::task::spawn_blocking(move || exporter.export(&taken)).await;
+        let why = match exported {
+            Ok(Ok(())) => return,
+            Ok(Err(why)) => why,
+            Err(ended) => ended.to_string(),
+        };
+        if self.failures_throttle.is_due() {
+            warn!(why, "spans could not be exported, and are dropped; check the collector at traces.endpoint");
+        }
+    }
+
+    fn log_dropped(&mut self) {
         if self.dropped.load(Ordering::Relaxed) > 0 && self.drops_throttle.is_due() {
             let dropped = self.dropped.swap(0, Ordering::Relaxed);
-            warn!(dropped, "spans were dropped, because the collector takes them more slowly than orders are closed");
+            warn!(
+                dropped,
+                "spans were dropped, because more of them were waiting than the collector took while orders were closed"
+            );
         }
     }
 }
