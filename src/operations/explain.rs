@@ -13,7 +13,7 @@ use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::open_cause::{rounds_in_words, what_to_do};
+use super::open_cause::{rounded, rounds_in_words, what_to_do};
 use super::orders_table::due::Money;
 use super::orders_table::{OrdersTable, RowDates};
 use super::show::{AlarmRow, ClaimRow, EventRow, HistoryRow, OrderStory, ParkedRow, scan, show, time};
@@ -200,7 +200,7 @@ fn closed_in_words(at: Timestamp, by: &str, deadline: &str) -> String {
 fn in_words(lateness: Duration) -> String {
     match lateness.as_secs() {
         0..10 => format!("{} ms", lateness.as_millis()),
-        seconds => humantime::format_duration(Duration::from_secs(seconds)).to_string(),
+        _ => rounded(lateness).to_string(),
     }
 }
 

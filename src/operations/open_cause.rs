@@ -8,15 +8,13 @@ use std::time::Duration;
 use order_timeout_core::order::Timestamp;
 
 use super::orders_table::OrderRow;
+use super::pause_closing::HOW_TO_RESUME;
 use super::show::{AlarmRow, ClaimRow, ParkedRow};
 use super::unresolved;
 use crate::postgres::closing_pauses::Pause;
 
 /// How long after its deadline an order may be open without a particular cause: the sweep's grace, a pass and a batch.
 const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
-
-/// What to do while closing is paused.
-const RESUME: &str = "remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`: what is due is closed then";
 
 /// What the reason that an order is open depends on. `None` is unknown.
 pub(super) struct Facts<'a> {
@@ -211,13 +209,18 @@ fn why_overdue(facts: &Facts<'_>, deadline: Timestamp) -> OverdueCause {
     }
 }
 
-fn rounded(duration: Duration) -> humantime::FormattedDuration {
+/// Whole seconds, or milliseconds below one.
+pub(super) fn rounded(duration: Duration) -> humantime::FormattedDuration {
     let seconds = duration.as_secs();
     humantime::format_duration(if seconds == 0 {
         Duration::from_millis(u64::from(duration.subsec_millis()))
     } else {
         Duration::from_secs(seconds)
     })
+}
+
+fn resume() -> String {
+    format!("{HOW_TO_RESUME}: what is due is closed then")
 }
 
 /// What to do about it. `status` is that of the order, if its table tells. One sentence without its end.
@@ -228,7 +231,7 @@ pub(super) fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
         OpenCause::Claimed { claim, .. } if claim.unresolved_reason.is_some() => {
             unresolved::what_to_do(claim.unresolved_reason.as_deref().unwrap_or_default())
         }
-        OpenCause::NotDue { pause: Some(_), .. } | OpenCause::Claimed { pause: Some(_), .. } => RESUME,
+        OpenCause::NotDue { pause: Some(_), .. } | OpenCause::Claimed { pause: Some(_), .. } => return resume(),
         OpenCause::Claimed { claim, .. } if claim.step == "no_answer" => {
             "check that the payment provider answers, and the settings in providers; it is asked again by itself, and after closing.max_rounds rounds the order waits for a person"
         }
@@ -238,7 +241,7 @@ pub(super) fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
         OpenCause::NotDue { .. } => "nothing: it is closed at its deadline; `order-timeout deadline ID` moves that",
         OpenCause::Overdue { cause, .. } => match cause {
             OverdueCause::NoWorker => "start a worker: `order-timeout worker`",
-            OverdueCause::Paused(_) => RESUME,
+            OverdueCause::Paused(_) => return resume(),
             OverdueCause::Locked => {
                 "find the session that holds the lock: SELECT pid, state, query FROM pg_stat_activity WHERE xact_start < now() - interval '1 second'; end it with pg_terminate_backend(pid) if it is stuck"
             }

@@ -10,6 +10,10 @@ use crate::postgres::closing_pauses::{self, EndedPause, Pause, PauseCause};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, ErrorClass, classify, one_line};
 
+/// What to do while closing is paused: a sentence without its end.
+pub const HOW_TO_RESUME: &str =
+    "remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`";
+
 /// Why nothing was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum PauseError {

@@ -20,7 +20,7 @@ use super::failed;
 use super::layout::{Layout, Visitor, kind_choice, order_path};
 use super::overview::not_known;
 use super::pending::pending_with;
-use super::words::{shown, time, with_code};
+use super::words::{capitalised, shown, time, with_code};
 use crate::operations::explain::{Explanation, Moment, explain};
 use crate::postgres::one_line;
 
@@ -114,9 +114,4 @@ fn line(moment: &Moment) -> Markup {
             span.source title="the table that says so" { (moment.source.table()) }
         }
     }
-}
-
-fn capitalised(text: &str) -> String {
-    let mut letters = text.chars();
-    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }

@@ -2,13 +2,13 @@
 //!
 //! Pure. The lines themselves say what is wrong.
 
+use super::words::capitalised;
 use crate::observe::degraded::Cause;
+use crate::operations::pause_closing::HOW_TO_RESUME;
 
 const BROKER: &str = "Start the broker, or correct `amqp.url`. Until then workers read deadlines from the database, so orders are closed on time; events wait.";
 pub(super) const DATABASE: &str = "Start the database, or correct `database.url`. No order is closed until then and none is lost: what is due is closed as soon as the database is back.";
 const PROVIDER: &str = "Check that the payment provider answers, and its settings. It is asked again by itself; its orders stay unclosed until then, with their stock reserved.";
-const PAUSE: &str =
-    "Remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`.";
 
 /// `None` if the line says it itself, or has no known remedy.
 pub(super) fn remedy(line: &str) -> Option<String> {
@@ -19,8 +19,13 @@ pub(super) fn remedy(line: &str) -> Option<String> {
             word => format!("docs/operating/troubleshoot.md, \"Degraded\", says what to do about `{word}`."),
         });
     }
-    let known =
-        [("database: ", DATABASE), ("broker: ", BROKER), ("closing is paused", PAUSE), ("closing of the kind", PAUSE)];
+    let resume = capitalised(HOW_TO_RESUME) + ".";
+    let known = [
+        ("database: ", DATABASE),
+        ("broker: ", BROKER),
+        ("closing is paused", &resume),
+        ("closing of the kind", &resume),
+    ];
     known.into_iter().find(|(part, _)| of(part)).map(|(_, remedy)| remedy.to_owned())
 }
 

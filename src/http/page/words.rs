@@ -75,6 +75,11 @@ pub(super) fn age(seconds: f64) -> String {
     humantime::format_duration(whole).to_string().split(' ').take(2).collect::<Vec<_>>().join(" ")
 }
 
+pub(super) fn capitalised(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
+
 /// A lateness: `7.2 ms`, `1.2 s`.
 pub(super) fn lateness(ms: f64) -> String {
     match ms {

@@ -1,13 +1,12 @@
 //! Exports spans by OTLP over HTTP, from a thread of its own.
 //!
-//! Blocks its caller until the collector has answered, and repeats nothing: what the collector does not take is lost. Whether
-//! a trace is sampled is decided by the code that scheduled the order: the flag in its trace context.
+//! Blocks its caller until the collector has answered, and repeats nothing: what the collector does not take is lost.
 
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime};
 
 use opentelemetry::propagation::TextMapPropagator;
-use opentelemetry::trace::{Span as _, SpanKind, TraceContextExt, Tracer, TracerProvider};
+use opentelemetry::trace::{Span as _, SpanKind, Tracer, TracerProvider};
 use opentelemetry::{Context, KeyValue};
 use opentelemetry_otlp::{RetryPolicy, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
@@ -46,7 +45,7 @@ impl Exporter {
             .build();
         let provider = SdkTracerProvider::builder()
             .with_span_processor(BatchSpanProcessor::builder(exporter).with_batch_config(batches).build())
-            // The scheduling code decides; a trace context is always there.
+            // The scheduling code decides, by the flag in its trace context. An invalid one is no parent: no span.
             .with_sampler(Sampler::ParentBased(Box::new(Sampler::AlwaysOff)))
             .with_resource(Resource::builder().with_service_name(settings.service_name.clone()).build())
             .build();
@@ -63,7 +62,7 @@ impl Exporter {
     }
 
     fn make(&self, span: &Span) {
-        let Some(parent) = self.sampled_parent(&span.traceparent) else { return };
+        let parent = self.parent(&span.traceparent);
         let (name, kind) = match span.step {
             Step::Schedule => ("schedule", SpanKind::Producer),
             Step::Deliver => ("deliver", SpanKind::Consumer),
@@ -82,12 +81,9 @@ impl Exporter {
         builder.start_with_context(&self.tracer, &parent).end_with_timestamp(span.ended.into());
     }
 
-    /// `None` if the trace context is invalid or not sampled.
-    fn sampled_parent(&self, traceparent: &str) -> Option<Context> {
+    fn parent(&self, traceparent: &str) -> Context {
         let carrier = HashMap::from([(HEADER_TRACEPARENT.to_owned(), traceparent.to_owned())]);
-        let parent = self.propagator.extract_with_context(&Context::new(), &carrier);
-        let is_sampled = parent.span().span_context().is_sampled();
-        is_sampled.then_some(parent)
+        self.propagator.extract_with_context(&Context::new(), &carrier)
     }
 
     pub fn finish(&self) {

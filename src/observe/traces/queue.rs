@@ -1,16 +1,16 @@
 //! Holds the spans that were recorded, and exports them while no closer is busy.
 //!
 //! Making a span and sending it costs processor time that a burst needs for its orders. Delays spans by half a second, and by
-//! two more at most for each round of exports; delays no order: a full queue drops spans.
+//! two more at most while closers are busy; delays no order: a full queue drops spans.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tracing::warn;
 
 use super::{AT_ONCE, Exporter, Span};
@@ -29,7 +29,8 @@ pub(super) struct SpanQueue {
     spans: mpsc::Sender<Span>,
     dropped: Arc<AtomicU64>,
     stop: CancellationToken,
-    exporting: Mutex<Option<JoinHandle<()>>>,
+    /// Its one task exports.
+    tasks: TaskTracker,
 }
 
 impl SpanQueue {
@@ -37,8 +38,10 @@ impl SpanQueue {
         let (sender, spans) = mpsc::channel(CAPACITY);
         let (dropped, stop) = (Arc::<AtomicU64>::default(), CancellationToken::new());
         let exports = Exports::new(exporter, give_way, dropped.clone());
-        let exporting = tokio::spawn(exports.run(spans, stop.clone()));
-        Self { spans: sender, dropped, stop, exporting: Mutex::new(Some(exporting)) }
+        let tasks = TaskTracker::new();
+        tasks.spawn(exports.run(spans, stop.clone()));
+        tasks.close();
+        Self { spans: sender, dropped, stop, tasks }
     }
 
     pub fn push(&self, span: Span) {
@@ -50,11 +53,7 @@ impl SpanQueue {
     /// Exports what is left: ends after four seconds at the latest, if the collector hangs.
     pub async fn finish(&self) {
         self.stop.cancel();
-        let exporting = self.exporting.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(exporting) = exporting {
-            // An error is a panic, after which nothing is left to export with.
-            let _ended = exporting.await;
-        }
+        self.tasks.wait().await;
     }
 }
 
@@ -78,8 +77,7 @@ impl Exports {
     /// Until `stop`, or until no recorder is left that could record a span. Waits are cancelled, exports never: their spans
     /// would be lost.
     async fn run(mut self, mut spans: mpsc::Receiver<Span>, stop: CancellationToken) {
-        while stop.run_until_cancelled(self.collect(&mut spans)).await == Some(true) {
-            let due = Instant::now();
+        while let Some(Some(due)) = stop.run_until_cancelled(self.collect(&mut spans)).await {
             // What comes meanwhile is collected again, so that a round ends, and the next one gives way again.
             for _ in 0..self.waiting(&spans).div_ceil(AT_ONCE) {
                 stop.run_until_cancelled(self.give_way.due(due)).await;
@@ -92,6 +90,7 @@ impl Exports {
             self.export_some(&mut spans).await;
         }
         self.dropped.fetch_add(self.waiting(&spans) as u64, Ordering::Relaxed);
+        // The last line is not throttled.
         self.drops_throttle = LogThrottle::default();
         self.log_dropped();
         let exporter = self.exporter;
@@ -99,13 +98,15 @@ impl Exports {
         let _ended = tokio::task::spawn_blocking(move || exporter.finish()).await;
     }
 
-    /// Waits for spans, and until those of the same time have come and the closers are idle; false if none can come.
-    async fn collect(&mut self, spans: &mut mpsc::Receiver<Span>) -> bool {
+    /// Waits for spans, and until those of the same time have come and the closers are idle. Returns when they were due;
+    /// `None` if none can come.
+    async fn collect(&mut self, spans: &mut mpsc::Receiver<Span>) -> Option<Instant> {
         if spans.recv_many(&mut self.taken, 1).await == 0 {
-            return false;
+            return None;
         }
-        self.give_way.due(Instant::now() + COLLECTED_FOR).await;
-        true
+        let due = Instant::now() + COLLECTED_FOR;
+        self.give_way.due(due).await;
+        Some(due)
     }
 
     fn waiting(&self, spans: &mpsc::Receiver<Span>) -> usize {

@@ -14,6 +14,7 @@ use crate::config::Settings;
 use crate::observe::inspect::Fault;
 use crate::observe::inspect::registration::Registration;
 use crate::operations::orders_table::OrdersTable;
+use crate::operations::pause_closing::HOW_TO_RESUME;
 use crate::operations::status::{self, Outbox, RegisteredWorker};
 use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::{self, Database, one_line, parked_alarms};
@@ -163,7 +164,7 @@ fn waits_for_resume(pause: &Pause) -> Finding {
     Finding::new(
         pause.sentence(),
         "no order of it is closed until closing is resumed; alarms wait in the broker, and workers read no queue",
-        "remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`",
+        HOW_TO_RESUME,
     )
 }
 
