@@ -547,9 +547,13 @@ fn parked_flood_is_counted_not_listed() {
         let parked = async || env.count("SELECT count(*) FROM parked_alarms").await;
         wait_within(90 * SECOND, "the parking", async || parked().await == ALARMS as i64).await;
         let address = env.settings.http.listen.0.unwrap();
-        let (_, metrics) = http::get(address, METRICS, TIMEOUT).await.unwrap();
-        let counted = format!("order_timeout_alarms_parked_total{{kind=\"order\",reason=\"unknown_order\"}} {ALARMS}");
-        assert!(metrics.contains(&counted), "the metric counts all");
+        let counted =
+            format!("order_timeout_alarms_parked_total{{kind=\"order\",reason=\"unknown_order\"}} {ALARMS}\n");
+        // They are counted after the commit.
+        wait_for("the metric that counts all", async || {
+            http::get(address, METRICS, TIMEOUT).await.unwrap().1.contains(&counted)
+        })
+        .await;
         assert_eq!(worker.terminate(TIMEOUT), 0);
         let text = std::fs::read_to_string(&log).unwrap();
         let lines = text.lines().filter(|line| line.contains("alarms parked")).count();

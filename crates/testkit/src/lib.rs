@@ -20,6 +20,7 @@ pub mod process;
 pub mod proxy;
 pub mod raw;
 pub mod skip;
+mod template;
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -52,6 +53,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use ledger::Ledger;
+use template::Template;
 
 /// Long enough for the slowest machine; a test that waits this long has failed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
@@ -96,11 +98,17 @@ impl EnvBuilder {
         T: FnOnce(Arc<TestEnv>) -> F,
         F: Future<Output = ()> + Send + 'static,
     {
-        let env = match AssertUnwindSafe(TestEnv::build(self.settings.clone())).catch_unwind().await {
+        let settings = self.settings;
+        let template = Template::acquire(&settings).await;
+        let env = match AssertUnwindSafe(TestEnv::build(settings.clone(), &template)).catch_unwind().await {
             Ok(env) => Arc::new(env),
             Err(panic) => {
                 // Remove what was created. Errors are ignored: the first panic is the one to report.
-                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(self.settings))).await;
+                let removed = async move {
+                    clean_up(settings.clone()).await;
+                    template.release(&settings).await;
+                };
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, removed)).await;
                 std::panic::resume_unwind(panic);
             }
         };
@@ -109,6 +117,7 @@ impl EnvBuilder {
         // The cleanup too: a server that the test left broken must not hide the test's failure.
         let cleanup = async move { tokio::time::timeout(2 * TIMEOUT, env.clean_up()).await.expect("cleaned up") };
         let cleaned_up = tokio::spawn(cleanup).await;
+        template.release(&settings).await;
         if let Err(error) = outcome.and(cleaned_up) {
             std::panic::resume_unwind(error.into_panic());
         }
@@ -175,11 +184,22 @@ fn database_name(settings: &Settings) -> String {
     url.path().trim_start_matches('/').to_owned()
 }
 
+/// The address from the environment variables.
+fn usual_database_url() -> SecretString {
+    Settings::load(None, &[]).unwrap().database.url
+}
+
+/// Whether the database is on a server of the test's own.
+fn is_on_private_database(settings: &Settings) -> bool {
+    host_and_port(&usual_database_url()) != host_and_port(&settings.database.url)
+}
+
 /// A pool on the server's own database, for creating and dropping others.
 async fn server_pool(settings: &Settings) -> PgPool {
-    let usual = Settings::load(None, &[]).unwrap().database;
-    let is_private = host_and_port(&usual.url) != host_and_port(&settings.database.url);
-    let url = if is_private { settings.database.url_of("postgres") } else { usual.url };
+    let url = match is_on_private_database(settings) {
+        true => settings.database.url_of("postgres"),
+        false => usual_database_url(),
+    };
     PgPool::connect(url.expose_secret()).await.expect("the database answers; run scripts/services")
 }
 
@@ -208,14 +228,11 @@ impl TestEnv {
         EnvBuilder { settings: small_settings() }
     }
 
-    async fn build(settings: Settings) -> Self {
+    async fn build(settings: Settings, template: &Template) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
         let broker = connect::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
-        let server = server_pool(&settings).await;
-        let create = format!("CREATE DATABASE {}", database_name(&settings));
-        sqlx::query(AssertSqlSafe(create)).execute(&server).await.expect("a database of the test's own");
+        template.create_database(&database_name(&settings), &settings).await;
         let pool = PgPool::connect(settings.database.url.expose_secret()).await.unwrap();
-        postgres::migrate(&settings.database).await.unwrap();
         if settings.delay.strategy == Strategy::DeadLetter {
             settings.topology().declare(&broker).await.unwrap();
         }

@@ -1,0 +1,73 @@
+//! A database with all migrations, which each environment copies: applying them takes several times as long as copying.
+//!
+//! One for each test process, dropped when no environment is left. Only on the server that the environment variables
+//! name: a private server has one environment, for which a template saves nothing.
+
+use order_timeout::{Settings, postgres};
+use sqlx::AssertSqlSafe;
+use tokio::sync::Mutex;
+use uuid::Uuid;
+
+use crate::{is_on_private_database, server_pool};
+
+/// How many environments need this process's template, which exists if any does.
+static USERS: Mutex<Users> = Mutex::const_new(Users { count: 0, database: String::new() });
+
+struct Users {
+    count: usize,
+    /// The template's database.
+    database: String,
+}
+
+/// One environment's need of the template.
+pub(crate) struct Template {
+    /// `None` on a private server.
+    database: Option<String>,
+}
+
+impl Template {
+    /// Creates the template for its first user. [`Self::release`] must follow.
+    pub(crate) async fn acquire(settings: &Settings) -> Self {
+        if is_on_private_database(settings) {
+            return Self { database: None };
+        }
+        let mut users = USERS.lock().await;
+        if users.count == 0 {
+            let database = format!("order_timeout_template_{}", Uuid::now_v7().simple());
+            execute(settings, format!("CREATE DATABASE {database}")).await;
+            let mut of_template = settings.database.clone();
+            of_template.url = settings.database.url_of(&database);
+            postgres::migrate(&of_template).await.unwrap();
+            users.database = database;
+        }
+        users.count += 1;
+        Self { database: Some(users.database.clone()) }
+    }
+
+    /// Creates the database that these settings name, with all migrations.
+    pub(crate) async fn create_database(&self, name: &str, settings: &Settings) {
+        match &self.database {
+            Some(template) => execute(settings, format!("CREATE DATABASE {name} TEMPLATE {template}")).await,
+            None => {
+                execute(settings, format!("CREATE DATABASE {name}")).await;
+                postgres::migrate(&settings.database).await.unwrap();
+            }
+        }
+    }
+
+    /// Drops the template after its last user.
+    pub(crate) async fn release(self, settings: &Settings) {
+        let Some(template) = self.database else { return };
+        let mut users = USERS.lock().await;
+        users.count -= 1;
+        if users.count == 0 {
+            execute(settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
+        }
+    }
+}
+
+async fn execute(settings: &Settings, statement: String) {
+    let server = server_pool(settings).await;
+    sqlx::query(AssertSqlSafe(statement)).execute(&server).await.expect("databases can be created and dropped");
+    server.close().await;
+}
