@@ -208,7 +208,7 @@ impl EventLoop {
             Ok(results) => results,
             Err(fault) => return self.warnings.note_failed_batch(batch, fault),
         };
-        self.contract.answered(batch, result, std::time::Instant::now());
+        self.contract.answered(batch, result, self.clock.now(), std::time::Instant::now());
         let is_done = |outcome| matches!(outcome, Outcome::Closed | Outcome::Claimed);
         let closed = results.values().flatten().filter(|found| is_done(found.outcome)).count();
         // Without the broker no alarm is expected.

@@ -209,6 +209,7 @@ fn alarm_dropped_by_max_length_still_closes() {
         wait_for("the closes", async || env.closed().await == 3).await;
         env.assert_closed_by_alarms().await;
         assert_eq!(env.parked().await, []);
+        wait_until_cured(&worker, "broker_policy").await;
         worker.stop().await;
     });
 }
@@ -237,6 +238,7 @@ fn alarm_beyond_delivery_limit_is_parked() {
         assert_eq!(reason, "broker_gave_up");
         assert!(detail.contains("delivery limit") && detail.contains("policy with delivery-limit"), "{detail}");
         assert!(wait_until_named(&worker, "broker_policy").await.contains("delivery-limit"));
+        wait_until_cured(&worker, "broker_policy").await;
         worker.stop().await;
     });
 }

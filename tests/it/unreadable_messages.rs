@@ -297,6 +297,9 @@ fn failing_broker_is_named_with_remedy() {
             wait_within(15 * SECOND, "the cause on the page", line).await;
             assert_eq!(Figures::of(&worker).await.get(CAUSE), 1.0);
             assert_eq!(env.parked().await, [], "it could not be read");
+            // No session stays open, so orders are read ahead of their deadlines.
+            env.orders(500, 3 * SECOND).await;
+            wait_within(15 * SECOND, "every close", async || env.closed().await == 500).await;
             broker.ctl(&["purge_queue", &queue]);
             assert_degraded_ends(&worker).await;
             worker.stop().await;

@@ -1,14 +1,18 @@
 //! Checks that the two statements of the orders contract agree: the close's outcomes for orders that the sweep found,
 //! orders that are found again although the close has settled them, unsorted pages, and results outside the contract.
+//! Also that the close statement closes no order before the deadline that it returns.
 //!
 //! Pure: queries, results and times are arguments. Sees the sweep's pages and batches, and of other batches only
-//! results outside the contract. Keeps a sample: it must name one order, not all of them.
+//! early closes and results outside the contract. Keeps a sample: it must name one order, not all of them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use order_timeout_core::engine::{Batch, BatchResult};
-use order_timeout_core::order::{ClosedBy, Deadline, OddAnswer, OrderId, Outcome, SweepPage, SweepPlace, SweptPage};
+use order_timeout_core::order::{
+    CloseOutcome, CloseResult, ClosedBy, Deadline, OddAnswer, OrderId, Outcome, SweepPage, SweepPlace, SweptPage,
+    Timestamp,
+};
 
 /// The most swept orders that are kept.
 const SAMPLE_SIZE: usize = 1_000;
@@ -18,6 +22,12 @@ const FOUND_AGAIN: u32 = 2;
 const REPORTED_FOR: Duration = Duration::from_secs(8);
 /// How long a violation is reported without recurring, even if there was no result at all.
 const NOT_REPORTED_AFTER: Duration = Duration::from_secs(300);
+
+/// How much earlier than its deadline an order must be closed to be a violation: less may be the error of the worker's
+/// estimate of the database's time.
+const EARLY_BY: Duration = Duration::from_secs(1);
+/// The violation of closing before the deadline.
+const EARLY: &str = "early";
 
 /// The observed violations of the contract.
 #[derive(Debug)]
@@ -120,9 +130,10 @@ impl ContractWatch {
         })
     }
 
-    /// A batch has its result.
-    pub fn answered(&mut self, batch: &Batch, result: &BatchResult, now: Instant) {
+    /// A batch has its result. `database_now`: after its commit, by the database's clock.
+    pub fn answered(&mut self, batch: &Batch, result: &BatchResult, database_now: Timestamp, now: Instant) {
         let Ok(findings) = result else { return };
+        self.find_early_close(findings, database_now, now);
         if !self.violations.is_empty() && findings.values().any(Result::is_ok) {
             for kind in OddAnswer::KINDS {
                 self.note_valid(kind);
@@ -149,6 +160,25 @@ impl ContractWatch {
                     *known = SampledClose { outcome, deadline, at: now, seen: now, found_again };
                 })
                 .or_insert(close);
+        }
+    }
+
+    /// An alarm carries the deadline of when it was scheduled. If that was moved since, only the statement can tell.
+    fn find_early_close(&mut self, findings: &HashMap<OrderId, CloseResult>, database_now: Timestamp, now: Instant) {
+        let deadlines = findings.iter().filter_map(|(order_id, finding)| match finding {
+            Ok(CloseOutcome { outcome: Outcome::Closed, deadline: Some(deadline) }) => Some((*deadline, order_id)),
+            _ => None,
+        });
+        let Some((deadline, order_id)) = deadlines.max() else { return };
+        if deadline > database_now + EARLY_BY {
+            let why = format!(
+                "{} closed order {order_id}, whose deadline in the table is still {} s away: let it lock the row, compare the row's deadline with clock_timestamp(), and return not_due",
+                self.close,
+                deadline.since(database_now).as_secs(),
+            );
+            self.note(EARLY, why, now);
+        } else {
+            self.note_valid(EARLY);
         }
     }
 
@@ -218,6 +248,7 @@ mod tests {
     use super::*;
 
     const TICK: Duration = Duration::from_millis(250);
+    const NOW: Timestamp = Timestamp::from_unix_micros(1_000_000_000);
 
     struct Run {
         watch: ContractWatch,
@@ -249,7 +280,16 @@ mod tests {
             let batch = Batch { by: ClosedBy::Sweep, items: vec![item], lock_mode: LockMode::NoWait };
             let found =
                 (outcome != Outcome::Unknown).then_some((order_id, Ok(CloseOutcome { outcome, deadline: None })));
-            self.watch.answered(&batch, &Ok(found.into_iter().collect()), self.now);
+            self.watch.answered(&batch, &Ok(found.into_iter().collect()), NOW, self.now);
+            self.now += TICK;
+        }
+
+        /// An alarm's order is closed, whose row has this deadline.
+        fn close_by_alarm(&mut self, id: &str, in_the_row: Timestamp) {
+            let order_id = OrderId::new(id).unwrap();
+            let batch = Batch { by: ClosedBy::Alarm, items: Vec::new(), lock_mode: LockMode::NoWait };
+            let found = CloseOutcome { outcome: Outcome::Closed, deadline: Some(in_the_row) };
+            self.watch.answered(&batch, &Ok([(order_id, Ok(found))].into()), NOW, self.now);
             self.now += TICK;
         }
 
@@ -327,6 +367,21 @@ mod tests {
         assert!(run.why().unwrap().contains("($2, $3)"));
         let mut run = self::run();
         run.page(after, &[("6", 5), ("7", 6)]);
+        assert_eq!(run.why(), None);
+    }
+
+    #[test]
+    fn close_before_deadline_is_reported() {
+        let mut run = run();
+        run.close_by_alarm("17", NOW);
+        run.close_by_alarm("17", NOW + EARLY_BY);
+        assert_eq!(run.why(), None, "the worker's clock may be off by as much");
+        run.close_by_alarm("18", NOW + Duration::from_secs(3_600));
+        let why = run.why().unwrap();
+        assert!(why.contains("closed order 18") && why.contains("3600 s away") && why.contains("not_due"), "{why}");
+        run.now += REPORTED_FOR;
+        assert!(run.why().is_some(), "no close since");
+        run.close_by_alarm("19", NOW);
         assert_eq!(run.why(), None);
     }
 
