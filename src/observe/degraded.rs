@@ -1,7 +1,7 @@
 //! What is wrong while orders are still closed: one sentence for each cause, and when to log a warning about it.
 //!
 //! Stores what the checks report; runs none of them, reads no clock and does no I/O. A cause is not an outage: the
-//! worker stays ready, except with a database that accepts no writes (`health.rs`).
+//! worker stays ready (`health.rs`).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

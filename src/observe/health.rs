@@ -311,7 +311,6 @@ impl Health {
             Lifecycle::Running => {}
         }
         problems.extend(state.of_each_kind(|kind| kind.problems(state.lifecycle)));
-        problems.extend(state.no_writes());
         // A paused worker is ready: another one would be paused as well, and an upgrade must not wait for it.
         let paused = state.of_each_kind(KindHealth::paused);
         Report::new("ready", problems).with_lines(paused).with_lines(state.degraded.lines(state.only_kind()))
@@ -334,7 +333,6 @@ impl Health {
         problems.extend(
             state.of_each_kind(|kind| kind.state().no_database.iter().map(|why| format!("database: {why}")).collect()),
         );
-        problems.extend(state.no_writes());
         if state.lifecycle == Lifecycle::Starting {
             problems.push("worker: starting".to_owned());
         }
@@ -347,12 +345,6 @@ impl Health {
 }
 
 impl State {
-    /// The cause that is more than a degradation: a database that accepts no writes, from before the first order is due.
-    fn no_writes(&self) -> Option<String> {
-        let holds = self.lifecycle != Lifecycle::Stopping && self.degraded.holds(Cause::ReadOnly);
-        holds.then(|| "database: it accepts no writes, so no order can be closed".to_owned())
-    }
-
     /// The kind of a worker that has no other.
     fn only_kind(&self) -> Option<&Kind> {
         match &self.kinds[..] {

@@ -185,6 +185,7 @@ impl EventLoop {
                 self.warnings.log_due(&self.engine, &self.engine.snapshot(self.clock.now()));
                 self.effects.parked.lock().expect("no holder panics").log_due();
                 self.recorder.log_closed();
+                self.contract.clock_read(&self.clock, std::time::Instant::now());
                 let why = self.contract.why(std::time::Instant::now());
                 self.recorder.degraded(Cause::OrdersContract, why.as_deref());
             }
@@ -208,7 +209,7 @@ impl EventLoop {
             Ok(results) => results,
             Err(fault) => return self.warnings.note_failed_batch(batch, fault),
         };
-        self.contract.answered(batch, result, self.clock.now(), std::time::Instant::now());
+        self.contract.answered(batch, result, std::time::Instant::now());
         let is_done = |outcome| matches!(outcome, Outcome::Closed | Outcome::Claimed);
         let closed = results.values().flatten().filter(|found| is_done(found.outcome)).count();
         // Without the broker no alarm is expected.

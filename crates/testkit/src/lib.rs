@@ -104,11 +104,8 @@ impl EnvBuilder {
             Ok(env) => Arc::new(env),
             Err(panic) => {
                 // Remove what was created. Errors are ignored: the first panic is the one to report.
-                let removed = async move {
-                    clean_up(settings.clone()).await;
-                    template.release(&settings).await;
-                };
-                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, removed)).await;
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(settings.clone()))).await;
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, template.release(settings))).await;
                 std::panic::resume_unwind(panic);
             }
         };
@@ -117,8 +114,9 @@ impl EnvBuilder {
         // The cleanup too: a server that the test left broken must not hide the test's failure.
         let cleanup = async move { tokio::time::timeout(2 * TIMEOUT, env.clean_up()).await.expect("cleaned up") };
         let cleaned_up = tokio::spawn(cleanup).await;
-        template.release(&settings).await;
-        if let Err(error) = outcome.and(cleaned_up) {
+        let release = async { tokio::time::timeout(TIMEOUT, template.release(settings)).await.expect("released") };
+        let released = tokio::spawn(release).await;
+        if let Err(error) = outcome.and(cleaned_up).and(released) {
             std::panic::resume_unwind(error.into_panic());
         }
     }

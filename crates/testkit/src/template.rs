@@ -33,12 +33,7 @@ impl Template {
         }
         let mut users = USERS.lock().await;
         if users.count == 0 {
-            let database = format!("order_timeout_template_{}", Uuid::now_v7().simple());
-            execute(settings, format!("CREATE DATABASE {database}")).await;
-            let mut of_template = settings.database.clone();
-            of_template.url = settings.database.url_of(&database);
-            postgres::migrate(&of_template).await.unwrap();
-            users.database = database;
+            users.database = create(settings).await;
         }
         users.count += 1;
         Self { database: Some(users.database.clone()) }
@@ -56,14 +51,28 @@ impl Template {
     }
 
     /// Drops the template after its last user.
-    pub(crate) async fn release(self, settings: &Settings) {
+    pub(crate) async fn release(self, settings: Settings) {
         let Some(template) = self.database else { return };
         let mut users = USERS.lock().await;
         users.count -= 1;
         if users.count == 0 {
-            execute(settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
+            execute(&settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
         }
     }
+}
+
+/// Creates the template, or leaves nothing behind.
+async fn create(settings: &Settings) -> String {
+    let name = format!("order_timeout_template_{}", Uuid::now_v7().simple());
+    execute(settings, format!("CREATE DATABASE {name}")).await;
+    // Not the first test's timeouts.
+    let mut database = Settings::load(None, &[]).unwrap().database;
+    database.url = database.url_of(&name);
+    if let Err(error) = postgres::migrate(&database).await {
+        execute(settings, format!("DROP DATABASE {name} WITH (FORCE)")).await;
+        panic!("{error}");
+    }
+    name
 }
 
 async fn execute(settings: &Settings, statement: String) {

@@ -8,10 +8,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
+use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{Batch, BatchResult};
 use order_timeout_core::order::{
     CloseOutcome, CloseResult, ClosedBy, Deadline, OddAnswer, OrderId, Outcome, SweepPage, SweepPlace, SweptPage,
-    Timestamp,
 };
 
 /// The most swept orders that are kept.
@@ -35,6 +35,8 @@ pub struct ContractWatch {
     close: String,
     overdue: String,
     closes: HashMap<OrderId, SampledClose>,
+    /// Of the closes since the clock was read, the one with the latest deadline.
+    latest_close: Option<Close>,
     /// The page that was requested last, and when.
     after: Option<SweepPlace>,
     asked: Instant,
@@ -42,6 +44,14 @@ pub struct ContractWatch {
     pass_began: Instant,
     /// By kind.
     violations: BTreeMap<&'static str, Violation>,
+}
+
+/// An order that was closed, and its deadline by then.
+#[derive(Debug)]
+struct Close {
+    order_id: OrderId,
+    deadline: Deadline,
+    at: Instant,
 }
 
 /// The close's outcome for an order that the sweep had found.
@@ -75,7 +85,7 @@ impl ContractWatch {
     #[must_use]
     pub fn new(close: String, overdue: String, now: Instant) -> Self {
         let (closes, violations) = (HashMap::new(), BTreeMap::new());
-        Self { close, overdue, closes, after: None, asked: now, pass_began: now, violations }
+        Self { close, overdue, closes, latest_close: None, after: None, asked: now, pass_began: now, violations }
     }
 
     /// The sweep requests a page.
@@ -130,10 +140,10 @@ impl ContractWatch {
         })
     }
 
-    /// A batch has its result. `database_now`: after its commit, by the database's clock.
-    pub fn answered(&mut self, batch: &Batch, result: &BatchResult, database_now: Timestamp, now: Instant) {
+    /// A batch has its result.
+    pub fn answered(&mut self, batch: &Batch, result: &BatchResult, now: Instant) {
         let Ok(findings) = result else { return };
-        self.find_early_close(findings, database_now, now);
+        self.note_closes(findings, now);
         if !self.violations.is_empty() && findings.values().any(Result::is_ok) {
             for kind in OddAnswer::KINDS {
                 self.note_valid(kind);
@@ -163,22 +173,35 @@ impl ContractWatch {
         }
     }
 
-    /// An alarm carries the deadline of when it was scheduled. If that was moved since, only the statement can tell.
-    fn find_early_close(&mut self, findings: &HashMap<OrderId, CloseResult>, database_now: Timestamp, now: Instant) {
-        let deadlines = findings.iter().filter_map(|(order_id, finding)| match finding {
-            Ok(CloseOutcome { outcome: Outcome::Closed, deadline: Some(deadline) }) => Some((*deadline, order_id)),
-            _ => None,
-        });
-        let Some((deadline, order_id)) = deadlines.max() else { return };
-        if deadline > database_now + EARLY_BY {
+    /// Keeps the close with the latest deadline. An alarm carries the deadline of when it was scheduled; if that was moved
+    /// since, only the close can tell.
+    fn note_closes(&mut self, findings: &HashMap<OrderId, CloseResult>, now: Instant) {
+        for (order_id, finding) in findings {
+            match finding {
+                Ok(CloseOutcome { outcome: Outcome::Closed, deadline: Some(deadline) })
+                    if self.latest_close.as_ref().is_none_or(|latest| latest.deadline < *deadline) =>
+                {
+                    self.latest_close = Some(Close { order_id: order_id.clone(), deadline: *deadline, at: now });
+                }
+                // It compares deadlines, as a close after the deadline does not show.
+                Ok(CloseOutcome { outcome: Outcome::NotDue, .. }) => self.note_valid(EARLY),
+                _ => {}
+            }
+        }
+    }
+
+    /// The database's clock was read. Closes are judged only then, because the clock may have been set since the previous
+    /// reading.
+    pub fn clock_read(&mut self, clock: &DatabaseClock, now: Instant) {
+        let Some(Close { order_id, deadline, at }) = self.latest_close.take() else { return };
+        let closed_at = clock.at_instant(at);
+        if deadline > closed_at + EARLY_BY {
             let why = format!(
-                "{} closed order {order_id}, whose deadline in the table is still {} s away: let it lock the row, compare the row's deadline with clock_timestamp(), and return not_due",
+                "{} closed order {order_id} {} s before its deadline: let it compare the deadline that the order has by then, not the alarm's, with the database's clock, and return not_due",
                 self.close,
-                deadline.since(database_now).as_secs(),
+                deadline.since(closed_at).as_secs(),
             );
             self.note(EARLY, why, now);
-        } else {
-            self.note_valid(EARLY);
         }
     }
 
@@ -241,9 +264,10 @@ impl ContractWatch {
 #[cfg(test)]
 mod tests {
     use order_timeout_core::alarm::DeliveredAlarm;
+    use order_timeout_core::clock::ClockSample;
     use order_timeout_core::engine::{LockMode, Origin, WorkItem};
     use order_timeout_core::message::Alarm;
-    use order_timeout_core::order::{CloseOutcome, Overdue, SweepReach, Timestamp};
+    use order_timeout_core::order::{Overdue, SweepReach, Timestamp};
 
     use super::*;
 
@@ -280,17 +304,21 @@ mod tests {
             let batch = Batch { by: ClosedBy::Sweep, items: vec![item], lock_mode: LockMode::NoWait };
             let found =
                 (outcome != Outcome::Unknown).then_some((order_id, Ok(CloseOutcome { outcome, deadline: None })));
-            self.watch.answered(&batch, &Ok(found.into_iter().collect()), NOW, self.now);
+            self.watch.answered(&batch, &Ok(found.into_iter().collect()), self.now);
             self.now += TICK;
         }
 
-        /// An alarm's order is closed, whose row has this deadline.
-        fn close_by_alarm(&mut self, id: &str, in_the_row: Timestamp) {
-            let order_id = OrderId::new(id).unwrap();
+        /// An alarm's order has this outcome, and this deadline in its row.
+        fn wake(&mut self, id: &str, outcome: Outcome, in_the_row: Timestamp) {
             let batch = Batch { by: ClosedBy::Alarm, items: Vec::new(), lock_mode: LockMode::NoWait };
-            let found = CloseOutcome { outcome: Outcome::Closed, deadline: Some(in_the_row) };
-            self.watch.answered(&batch, &Ok([(order_id, Ok(found))].into()), NOW, self.now);
-            self.now += TICK;
+            let found = CloseOutcome { outcome, deadline: Some(in_the_row) };
+            self.watch.answered(&batch, &Ok([(OrderId::new(id).unwrap(), Ok(found))].into()), self.now);
+        }
+
+        /// The database's clock has this time.
+        fn read_clock(&mut self, database: Timestamp) {
+            let sample = ClockSample { asked: self.now, answered: self.now, database };
+            self.watch.clock_read(&DatabaseClock::new(sample), self.now);
         }
 
         fn why(&self) -> Option<String> {
@@ -373,15 +401,30 @@ mod tests {
     #[test]
     fn close_before_deadline_is_reported() {
         let mut run = run();
-        run.close_by_alarm("17", NOW);
-        run.close_by_alarm("17", NOW + EARLY_BY);
+        run.wake("17", Outcome::Closed, NOW);
+        run.wake("17", Outcome::Closed, NOW + EARLY_BY);
+        run.read_clock(NOW);
         assert_eq!(run.why(), None, "the worker's clock may be off by as much");
-        run.close_by_alarm("18", NOW + Duration::from_secs(3_600));
+        run.wake("18", Outcome::Closed, NOW + Duration::from_secs(3_600));
+        run.wake("19", Outcome::Closed, NOW);
+        assert_eq!(run.why(), None, "the database's clock may have been set");
+        run.read_clock(NOW);
         let why = run.why().unwrap();
-        assert!(why.contains("closed order 18") && why.contains("3600 s away") && why.contains("not_due"), "{why}");
+        assert!(why.contains("closed order 18 3600 s before") && why.contains("not_due"), "{why}");
         run.now += REPORTED_FOR;
-        assert!(run.why().is_some(), "no close since");
-        run.close_by_alarm("19", NOW);
+        run.wake("20", Outcome::Closed, NOW);
+        run.read_clock(NOW);
+        assert!(run.why().is_some(), "a close after the deadline proves nothing");
+        run.wake("21", Outcome::NotDue, NOW + TICK);
+        assert_eq!(run.why(), None);
+    }
+
+    #[test]
+    fn clock_that_was_set_is_no_violation() {
+        let mut run = run();
+        let deadline = NOW + Duration::from_secs(3_600);
+        run.wake("17", Outcome::Closed, deadline);
+        run.read_clock(deadline);
         assert_eq!(run.why(), None);
     }
 

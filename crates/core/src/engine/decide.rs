@@ -44,7 +44,7 @@ pub(super) fn decide_after_close(policy: &Policy, item: &WorkItem, result: Close
             Outcome::Unknown if now.since(item.alarm.first_published_at.unwrap_or(now)) <= policy.missing_for => Decision::Retry,
             Outcome::Unknown => Decision::Park(
                 ParkReason::UnknownOrder,
-                "no such order in the orders table: its transaction was rolled back, the publisher uses another database, or row security hides it from the worker".into(),
+                "no such order in the orders table: either its transaction was rolled back, or the publisher uses another database, or row security hides it from the worker".into(),
             ),
         },
         Err(CloseError::Locked(_) | CloseError::Transient(_) | CloseError::Unavailable(_)) => Decision::Pause,
