@@ -95,7 +95,8 @@ fn paid_order_is_never_closed() {
     TestEnv::builder().run(async |env| {
         let disk_probe = DiskStallProbe::open(&env).await;
         let worker = env.worker().await;
-        let orders = env.orders(30, 2 * SECOND).await;
+        // Time enough for a busy machine to pay twelve of them.
+        let orders = env.orders(30, 6 * SECOND).await;
         env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
         for order in &orders[..12] {
             assert!(env.pay(order).await);

@@ -207,7 +207,8 @@ fn explain_tells_story_across_outages() {
 fn explain_names_pause_that_holds_order() {
     TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
-        let order = env.order(2 * SECOND).await;
+        // Time enough for a busy machine to pause before its deadline.
+        let order = env.order(8 * SECOND).await;
         env.write_alarm(&order).await;
         let call = async |arguments: &[&str]| {
             let (code, said, fault) = call_with(&env.settings, arguments).await;
