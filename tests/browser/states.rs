@@ -223,7 +223,6 @@ fn pause_is_shown_and_ended_by_keyboard() {
         browser.wait_for_text("main", "1 pause ended.").await;
         browser.wait_for_text("main", "the callbacks arrive again").await;
         order_timeout_testkit::wait_for("the closes", async || env.closed().await == 12).await;
-        assert_eq!(orders.len(), 12);
         let who = "SELECT count(*) FROM closing_pauses WHERE resumed_by = 'day shift'";
         assert_eq!(env.count(who).await, 1);
         browser.visit("/").await;

@@ -46,7 +46,7 @@ use order_timeout_core::delay::{Lane, RingSettings, Strategy};
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
-use sqlx::{AssertSqlSafe, PgPool, Row};
+use sqlx::{AssertSqlSafe, Connection, PgConnection, PgPool, Row};
 use time::OffsetDateTime;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -192,22 +192,23 @@ fn is_on_private_database(settings: &Settings) -> bool {
     host_and_port(&usual_database_url()) != host_and_port(&settings.database.url)
 }
 
-/// A pool on the server's own database, for creating and dropping others.
-async fn server_pool(settings: &Settings) -> PgPool {
-    let url = match is_on_private_database(settings) {
-        true => settings.database.url_of("postgres"),
-        false => usual_database_url(),
-    };
-    PgPool::connect(url.expose_secret()).await.expect("the database answers; run scripts/services")
+/// Runs a statement in the server's own database: it creates or drops others.
+async fn execute_on_server(settings: &Settings, statement: String) {
+    let is_private = is_on_private_database(settings);
+    let url = if is_private { settings.database.url_of("postgres") } else { usual_database_url() };
+    let connecting = PgConnection::connect(url.expose_secret()).await;
+    let mut server = connecting.expect("the database answers; run scripts/services");
+    let done = sqlx::query(AssertSqlSafe(statement)).execute(&mut server).await;
+    done.expect("databases can be created and dropped");
+    server.close().await.unwrap();
 }
 
 /// Removes everything that an environment with these settings has created.
 async fn clean_up(settings: Settings) {
     // It exists only if the test ran a worker as a child process.
     let _ = std::fs::remove_file(process::rings_file(&settings));
-    let server = server_pool(&settings).await;
     let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
-    sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
+    execute_on_server(&settings, drop).await;
     // On a new connection: the test may have lost the environment's.
     let connection = connect::connect(&settings.amqp, "test cleanup").await.unwrap();
     let channel = connection.create_channel().await.unwrap();

@@ -4,11 +4,10 @@
 //! name: a private server has one environment, for which a template saves nothing.
 
 use order_timeout::{Settings, postgres};
-use sqlx::AssertSqlSafe;
 use tokio::sync::Mutex;
 use uuid::Uuid;
 
-use crate::{is_on_private_database, server_pool};
+use crate::{execute_on_server, is_on_private_database};
 
 /// How many environments need this process's template, which exists if any does.
 static USERS: Mutex<Users> = Mutex::const_new(Users { count: 0, database: String::new() });
@@ -42,9 +41,9 @@ impl Template {
     /// Creates the database that these settings name, with all migrations.
     pub(crate) async fn create_database(&self, name: &str, settings: &Settings) {
         match &self.database {
-            Some(template) => execute(settings, format!("CREATE DATABASE {name} TEMPLATE {template}")).await,
+            Some(template) => execute_on_server(settings, format!("CREATE DATABASE {name} TEMPLATE {template}")).await,
             None => {
-                execute(settings, format!("CREATE DATABASE {name}")).await;
+                execute_on_server(settings, format!("CREATE DATABASE {name}")).await;
                 postgres::migrate(&settings.database).await.unwrap();
             }
         }
@@ -56,7 +55,7 @@ impl Template {
         let mut users = USERS.lock().await;
         users.count -= 1;
         if users.count == 0 {
-            execute(&settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
+            execute_on_server(&settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
         }
     }
 }
@@ -64,19 +63,13 @@ impl Template {
 /// Creates the template, or leaves nothing behind.
 async fn create(settings: &Settings) -> String {
     let name = format!("order_timeout_template_{}", Uuid::now_v7().simple());
-    execute(settings, format!("CREATE DATABASE {name}")).await;
+    execute_on_server(settings, format!("CREATE DATABASE {name}")).await;
     // Not the first test's timeouts.
     let mut database = Settings::load(None, &[]).unwrap().database;
     database.url = database.url_of(&name);
     if let Err(error) = postgres::migrate(&database).await {
-        execute(settings, format!("DROP DATABASE {name} WITH (FORCE)")).await;
+        execute_on_server(settings, format!("DROP DATABASE {name} WITH (FORCE)")).await;
         panic!("{error}");
     }
     name
-}
-
-async fn execute(settings: &Settings, statement: String) {
-    let server = server_pool(settings).await;
-    sqlx::query(AssertSqlSafe(statement)).execute(&server).await.expect("databases can be created and dropped");
-    server.close().await;
 }
