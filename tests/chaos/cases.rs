@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use order_timeout_client::Publisher;
 use order_timeout_client::postgres;
 use order_timeout_testkit::away::{meanwhile, schedule};
-use order_timeout_testkit::disk_stall_probe::total_duration;
+use order_timeout_testkit::machine_stall_probe::total_duration;
 use order_timeout_testkit::{TestEnv, checkout, wait_for};
 use serde::Serialize;
 use time::OffsetDateTime;
@@ -198,7 +198,7 @@ async fn ids_due_since(env: &TestEnv, since: OffsetDateTime) -> HashSet<Uuid> {
     due.fetch_all(&env.pool).await.unwrap().into_iter().collect()
 }
 
-/// The lateness of those of these orders that are closed, sorted, without what stalls of the machine's disk added.
+/// The lateness of those of these orders that are closed, sorted, without what stalls of the machine added.
 async fn lateness_ms(environment: &Environment, ids: &[Uuid]) -> Vec<f64> {
     let closed = environment.witness.lateness_ms(&environment.env).await;
     closed.into_iter().filter(|(id, _)| ids.contains(id)).map(|(_, late)| late).collect()

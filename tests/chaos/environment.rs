@@ -8,7 +8,7 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout_amqp::connect;
 use order_timeout_providers::settings::LimitsSettings;
-use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::payment_service::PaymentService;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::proxy::Proxy;
@@ -29,7 +29,7 @@ pub struct Environment {
     /// Whether it is asked before an order is closed.
     pub provider: Option<Arc<PaymentService>>,
     pub workers: Arc<Workers>,
-    pub witness: DiskStallProbe,
+    pub witness: MachineStallProbe,
     pub logs: PathBuf,
     /// Cancelled by SIGINT or SIGTERM.
     pub interrupted: CancellationToken,
@@ -154,7 +154,7 @@ impl Environment {
         settings.amqp.url = to_broker.address(&settings.amqp.url);
         settings.database.url = to_database.address(&settings.database.url);
         let workers = Arc::new(Workers::new(settings, &logs));
-        let witness = DiskStallProbe::open(&env).await;
+        let witness = MachineStallProbe::open(&env).await;
         Self { env, broker, database, to_broker, to_database, provider, workers, witness, logs, interrupted }
     }
 

@@ -18,8 +18,8 @@
 //! An order that a worker or a statement has taken with it waits until the lease is over: it is counted, and only few may
 //! be excused by that. Closing must never have been paused, because nothing in a run is unusual for the brake.
 //!
-//! A disk stall is a fault outside the plan (`disk_stall_probe.rs`). It excuses a close for no longer than it lasted, and the
-//! report also gives the lateness that includes it. If the disk stalls for much of a run, the run proves nothing.
+//! A machine stall is a fault outside the plan (`machine_stall_probe.rs`). It excuses a close for no longer than it lasted, and the
+//! report also gives the lateness that includes it. If the machine stalls for much of a run, the run proves nothing.
 //!
 //! A payment that is declined in the end excuses the orders of its article while it holds the stock row, because none
 //! of them can be closed then. It is ordinary operation, not a fault.
@@ -42,8 +42,8 @@ use std::time::Duration;
 
 use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::disk_stall_probe::{DiskStall, stalled_time, total_duration};
 use order_timeout_testkit::ledger::Ledger;
+use order_timeout_testkit::machine_stall_probe::{MachineStall, stalled_time, total_duration};
 use order_timeout_testkit::payment_service::Truth;
 use serde::Serialize;
 use sqlx::PgPool;
@@ -94,9 +94,9 @@ pub struct Report {
     /// Those of them that never got their alarm.
     pub alarms_lost: usize,
     pub max_lateness_beyond_fault_ms: f64,
-    /// The same if the disk's stalls excused nothing.
+    /// The same if these stalls excused nothing.
     pub max_lateness_with_standstills_ms: f64,
-    /// How long the disk stalled outside faults that affect all orders.
+    /// How long the machine stalled outside faults that affect all orders.
     pub stood_still_ms: f64,
     /// How often closing was paused.
     pub pauses_of_closing: usize,
@@ -120,7 +120,7 @@ pub struct Observations<'a> {
     pub completed: &'a [CompletedFault],
     pub declined: &'a [Declined],
     pub quiet_periods: &'a [QuietPeriod],
-    pub standstills: &'a [DiskStall],
+    pub standstills: &'a [MachineStall],
     pub received: &'a HashMap<Uuid, ReceivedEvent>,
     /// Orders that got their alarm after they had been closed or claimed, and when the first such alarm was answered.
     pub alarmed_after_close: &'a HashMap<Uuid, Timestamp>,
@@ -233,9 +233,9 @@ fn excused_until(
     owed
 }
 
-/// The disk stalls outside faults that affect all orders.
-pub fn outside_faults(standstills: &[DiskStall], completed: &[CompletedFault]) -> Vec<DiskStall> {
-    let within_fault = |one: &DiskStall| {
+/// The machine stalls outside faults that affect all orders.
+pub fn outside_faults(standstills: &[MachineStall], completed: &[CompletedFault]) -> Vec<MachineStall> {
+    let within_fault = |one: &MachineStall| {
         let meets = |fault: &&CompletedFault| fault.from <= one.until && fault.until >= one.from;
         completed.iter().filter(meets).any(|fault| fault.affected == Affected::All)
     };
@@ -724,8 +724,8 @@ pub mod tests {
     }
 
     #[test]
-    fn disk_stalls_during_database_faults_are_ignored() {
-        let standstill = |from, until| DiskStall { from: at(from), until: at(until) };
+    fn machine_stalls_during_database_faults_are_ignored() {
+        let standstill = |from, until| MachineStall { from: at(from), until: at(until) };
         let (within, after) = (standstill(12_900, 13_100), standstill(13_101, 14_000));
         let broken = |affected| outside_faults(&[within, after], &[fault(9_000, 13_000, affected)]);
         assert_eq!(broken(Affected::All), [after]);

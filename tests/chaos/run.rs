@@ -34,7 +34,7 @@ struct RunOptions {
     orders_per_second: f64,
     /// How late a close may be beyond its excuse.
     lateness: Duration,
-    /// How long the disk may stall in total.
+    /// How long the machine may stall in total.
     standing_still: Duration,
     /// How long the sweep waits for an alarm.
     grace: Duration,
@@ -63,7 +63,7 @@ const FEW_ONE_IN: usize = 20;
 /// One of this many orders may have waited for a lease: a database that ends all sessions four times a second loses each
 /// page of orders that was taken over meanwhile.
 const LEASES_ONE_IN: usize = 8;
-/// The disk may stall for one part of this many of a run.
+/// The machine may stall for one part of this many of a run.
 const STANDSTILL_ONE_IN: u32 = 100;
 /// For a busy machine: the short run checks correctness, the long ones also lateness.
 const LENIENT_BOUND: Duration = Duration::from_secs(15);
@@ -188,7 +188,7 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     }
     let stood_still_ms = result.report.stood_still_ms;
     if stood_still_ms > options.standing_still.as_secs_f64() * 1e3 {
-        let what = "the machine's disk stalled for too much of this run; run it on an idle machine";
+        let what = "the machine stalled for too much of this run; run it on an idle machine";
         result.violations.push(format!("{what}: {stood_still_ms} ms"));
     }
     let Report { alarms_owed, alarms_late, alarms_undecided, .. } = result.report;

@@ -224,7 +224,12 @@ fn repeatedly_broken_connections_lose_no_alarm() {
 
 #[test]
 fn slow_network_loses_no_alarm() {
-    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| {
+    // The delays are far below it; a machine that stalls for two seconds would end a connection.
+    let patient = |settings: &mut Settings| {
+        short_timeouts_without_sweep(settings);
+        settings.amqp.heartbeat = 10 * SECOND;
+    };
+    TestEnv::builder().settings(patient).run(async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let settings = with_broker_behind(&env, &network);
         let publisher = settings.publisher().connect().await.unwrap();

@@ -11,8 +11,8 @@ use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout_testkit::away::{
     COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_timeouts, worker_through,
 };
-use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
 use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::proxy::{Direction, Proxy, Then};
 use order_timeout_testkit::{TestEnv, wait_for, wait_within};
@@ -409,7 +409,7 @@ fn locked_article_delays_no_other_order() {
 #[test]
 fn permanently_locked_article_delays_no_other() {
     TestEnv::builder().run(async |env| {
-        let disk_probe = DiskStallProbe::open(&env).await;
+        let stall_probe = MachineStallProbe::open(&env).await;
         env.stock("another", 1_000).await;
         let worker = env.worker().await;
         // Orders of both articles become due continuously, for long enough to see a backlog grow.
@@ -427,7 +427,7 @@ fn permanently_locked_article_delays_no_other() {
         env.deliver(&unaffected).await;
         wait_for("every unaffected order's close", async || env.closed().await == 150).await;
         // Orders that wait for the lock are not closed yet, so they do not count.
-        disk_probe.assert_on_time(&env).await;
+        stall_probe.assert_on_time(&env).await;
         transaction.rollback().await.unwrap();
         assert_each_closed_by_its_alarm(&env, 450).await;
         worker.stop().await;

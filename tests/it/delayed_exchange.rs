@@ -22,7 +22,7 @@ use order_timeout_core::delay::Strategy;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{Order, RunningWorker, TIMEOUT, TestEnv, process, wait_for, with_parts};
@@ -94,7 +94,7 @@ fn without_type<F: Future<Output = ()> + Send + 'static>(
 #[test]
 fn delayed_exchange_closes_order_on_time() {
     with_type("delayed_exchange_closes_order_on_time", async |env| {
-        let disk_probe = DiskStallProbe::open(&env).await;
+        let stall_probe = MachineStallProbe::open(&env).await;
         let publisher = env.publisher().await;
         // Longest first: in a plain queue with TTLs it would delay all the others.
         let delays = [6_000, 4_500, 700, 3_000, 1_500, 2_000].map(Duration::from_millis);
@@ -112,7 +112,7 @@ fn delayed_exchange_closes_order_on_time() {
         wait_for("all closes", async || env.closed().await == 6).await;
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 6);
         assert_eq!(env.status(&paid).await, "paid");
-        disk_probe.assert_on_time(&env).await;
+        stall_probe.assert_on_time(&env).await;
         env.assert_ledger().await;
         worker.stop().await;
     });

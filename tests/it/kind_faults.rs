@@ -8,7 +8,7 @@ use order_timeout::config::kinds::Remind;
 use order_timeout::http::READYZ;
 use order_timeout::{Settings, Worker};
 use order_timeout_testkit::figures::{Figures, get, serve_http};
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for};
 
 use crate::kinds::{closed, create, create_table, kind, mapped};
 
@@ -138,7 +138,13 @@ fn kind_without_worker_is_named() {
 
 #[test]
 fn draining_worker_gives_its_share_up() {
-    TestEnv::builder().settings(serve_http).run(async |env| {
+    // The registration without kinds stands only until the worker has drained: as long as the close in flight waits.
+    let drain_long = |settings: &mut Settings| {
+        serve_http(settings);
+        (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);
+        settings.worker.shutdown_grace = TIMEOUT;
+    };
+    TestEnv::builder().settings(drain_long).run(async |env| {
         let worker = env.worker().await;
         let rows = "SELECT count(*) FROM order_timeout_workers WHERE kinds = '{order}'";
         wait_for("its registration", async || env.count(rows).await == 1).await;

@@ -7,7 +7,7 @@ use order_timeout::Settings;
 use order_timeout_client::postgres::{self, Moved};
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, with_parts};
 use serde_json::Value;
@@ -32,7 +32,7 @@ async fn closed_by(env: &TestEnv) -> Vec<(String, i64)> {
 #[test]
 fn database_strategy_closes_on_time() {
     TestEnv::builder().run(async |env| {
-        let probe = DiskStallProbe::open(&env).await;
+        let probe = MachineStallProbe::open(&env).await;
         let worker = RunningWorker::start(without_broker(&env.settings)).await;
         env.orders(50, 2 * SECOND).await;
         let paid = env.order(2 * SECOND).await;
@@ -129,7 +129,7 @@ fn workers_share_orders_without_broker() {
 #[test]
 fn broker_outage_costs_no_punctuality() {
     TestEnv::builder().run(async |env| {
-        let probe = DiskStallProbe::open(&env).await;
+        let probe = MachineStallProbe::open(&env).await;
         let worker = env.worker_without_broker().await;
         env.orders(50, 2 * SECOND).await;
         wait_for("the closes", async || env.closed().await == 50).await;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use order_timeout_amqp::topology::Names;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
 use sqlx::{AssertSqlSafe, PgPool, Postgres, Transaction};
 use time::OffsetDateTime;
@@ -454,7 +454,7 @@ async fn wheel_depth(env: &TestEnv, ring: &str) -> u32 {
 #[test]
 fn near_alarm_waits_in_fine_ring() {
     TestEnv::builder().run(async |env| {
-        let witness = DiskStallProbe::open(&env).await;
+        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         let order = env.order(8 * SECOND).await;
@@ -476,7 +476,7 @@ fn near_alarm_waits_in_fine_ring() {
 #[test]
 fn far_alarm_passes_coarse_ring_first() {
     TestEnv::builder().run(async |env| {
-        let witness = DiskStallProbe::open(&env).await;
+        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         // Late in its coarse unit of five seconds, so that the alarm stays in the fine ring long enough to be seen.

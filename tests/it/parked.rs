@@ -15,7 +15,7 @@ use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::alarm::{DeadLetter, ParkReason};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
 use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_within};
 use serde_json::Value;
@@ -227,7 +227,7 @@ fn foreign_body(order: &Order) -> Vec<u8> {
 #[test]
 fn foreign_publisher_uses_plain_lane_key() {
     TestEnv::builder().run(async |env| {
-        let witness = DiskStallProbe::open(&env).await;
+        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         let order = env.order(2 * SECOND).await;
         let properties =
@@ -244,7 +244,7 @@ fn foreign_publisher_uses_plain_lane_key() {
 #[test]
 fn foreign_publisher_uses_inbox_without_ttl() {
     TestEnv::builder().run(async |env| {
-        let witness = DiskStallProbe::open(&env).await;
+        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         // One for the next slots, one for later ones.
         let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];

@@ -7,11 +7,11 @@
 
 pub mod away;
 pub mod checkout;
-pub mod disk_stall_probe;
 pub mod figures;
 pub mod frames;
 pub mod ledger;
 pub mod linux;
+pub mod machine_stall_probe;
 pub mod page;
 pub mod paths;
 pub mod payment_service;
@@ -38,6 +38,7 @@ use order_timeout::config::Listen;
 use order_timeout::observe::canary::CANARY_TYPE;
 use order_timeout::postgres;
 use order_timeout::runtime::Worker;
+use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect;
 use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{self, DUE_KEY, Names, Slot};
@@ -55,8 +56,8 @@ use uuid::Uuid;
 use ledger::Ledger;
 use template::Template;
 
-/// Long enough for the slowest machine; a test that waits this long has failed.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
+/// Long enough for the slowest machine, even if its machine stalls for half a minute; a test that waits this long has failed.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A database, a namespace, and the settings that name them.
 pub struct TestEnv {
@@ -137,15 +138,20 @@ pub fn small_settings() -> Settings {
         RingSettings { unit: Duration::from_secs(5), slots: 12, early: Some(Duration::from_secs(1)) },
     ];
     settings.worker.hold_max = Duration::from_millis(3_500);
-    // Long, because most tests are about alarms, and on a busy machine the sweep would be faster.
-    settings.sweep.grace = Duration::from_secs(60);
+    // Longer than a test may wait, because most tests are about alarms, and on a busy machine the sweep would be faster.
+    settings.sweep.grace = 5 * TIMEOUT;
     // Many tests begin with orders that are overdue. Tests of the first backlog set their own.
     settings.sweep.first_backlog = u32::MAX;
     // A busy machine needs long for a thousand confirms. Tests of this timeout set their own.
     settings.amqp.confirm_timeout = Duration::from_secs(20);
+    // A machine that stalls for seconds would cost the worker its session, and what closes orders until the next one is
+    // not what most tests are about. Tests of silent connections set their own.
+    settings.amqp.heartbeat = Duration::from_secs(60);
+    // For the same reason: a worker that gets no connection when it starts ends.
+    settings.database.acquire_timeout = Duration::from_secs(10);
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
-    settings.worker.shutdown_grace = Duration::from_secs(10);
+    settings.worker.shutdown_grace = Duration::from_secs(30);
     // Tests run in parallel, and few read their worker's pages.
     settings.http.listen = Listen(None);
     settings.validate().expect("the tests' settings are valid");
@@ -203,6 +209,12 @@ async fn execute_on_server(settings: &Settings, statement: String) {
     server.close().await.unwrap();
 }
 
+/// A connection of the test's own. It survives a machine that stalls, however short the worker's heartbeats are.
+async fn connect_to_broker(settings: &Settings, purpose: &str) -> JoinedConnection {
+    let amqp = AmqpSettings { heartbeat: Duration::from_secs(600), ..settings.amqp.clone() };
+    connect::connect(&amqp, purpose).await.expect("the broker answers; run scripts/services")
+}
+
 /// Removes everything that an environment with these settings has created.
 async fn clean_up(settings: Settings) {
     // It exists only if the test ran a worker as a child process.
@@ -210,7 +222,7 @@ async fn clean_up(settings: Settings) {
     let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
     execute_on_server(&settings, drop).await;
     // On a new connection: the test may have lost the environment's.
-    let connection = connect::connect(&settings.amqp, "test cleanup").await.unwrap();
+    let connection = connect_to_broker(&settings, "test cleanup").await;
     let channel = connection.create_channel().await.unwrap();
     for queue in settings.queue_names() {
         channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
@@ -229,7 +241,7 @@ impl TestEnv {
 
     async fn build(settings: Settings, template: &Template) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
-        let broker = connect::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
+        let broker = connect_to_broker(&settings, "test").await;
         template.create_database(&database_name(&settings), &settings).await;
         let pool = PgPool::connect(settings.database.url.expose_secret()).await.unwrap();
         if settings.delay.strategy == Strategy::DeadLetter {
@@ -249,7 +261,7 @@ impl TestEnv {
 
     /// The same environment on a new connection, for tests that stop the broker.
     pub async fn reconnected(&self) -> Self {
-        let broker = connect::connect(&self.settings.amqp, "test").await.unwrap();
+        let broker = connect_to_broker(&self.settings, "test").await;
         let channel = broker.create_channel().await.unwrap();
         channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
         Self { settings: self.settings.clone(), pool: self.pool.clone(), broker, channel }
@@ -507,7 +519,7 @@ impl TestEnv {
     pub async fn depths(&self, beginning: &str) -> Vec<(String, u32)> {
         let beginning = format!("{}.{beginning}", self.settings.namespace);
         // A connection of its own: each queue that does not exist uses up one of its 2 047 channels.
-        let connection = connect::connect(&self.settings.amqp, "test queues").await.unwrap();
+        let connection = connect_to_broker(&self.settings, "test queues").await;
         let mut depths = Vec::new();
         for queue in self.settings.queue_names().into_iter().filter(|queue| queue.starts_with(&beginning)) {
             if let Some(seen) = topology::find_queue(&connection, &queue).await.unwrap() {

@@ -19,8 +19,8 @@ use order_timeout_core::order::{OrderId, SweptPage, Timestamp};
 use order_timeout_core::payment::{Answer, Attempt};
 use order_timeout_testkit::{Order, TIMEOUT, TestEnv};
 
-/// Short, so that what a crash leaves is taken over soon.
-pub const LEASE: Duration = Duration::from_millis(400);
+/// Short, so that what a crash leaves is taken over soon; long enough for a machine that stalls.
+pub const LEASE: Duration = Duration::from_secs(2);
 
 pub fn closing_policy() -> ClosingPolicy {
     ClosingPolicy {

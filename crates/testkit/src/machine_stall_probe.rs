@@ -1,9 +1,9 @@
-//! Records when the machine's disk stalled: commits one row at short intervals, and in general only the disk delays
-//! such a commit.
+//! Records when the machine stalled: commits one row at short intervals, and in general only a stalled disk, or a machine
+//! that runs no process, delays such a commit.
 //!
 //! It connects to the database directly, with its own thread, connection and table, so no lock and no task of a worker
 //! or a shop delays it. A database under load does, but that load has a cause in the test and excuses no late close.
-//! The two can be told apart: disk stalls are rare, and the commits between them are fast. A failed commit is ignored,
+//! The two can be told apart: stalls are rare, and the commits between them are fast. A failed commit is ignored,
 //! because the database was unavailable then.
 
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,6 @@ use std::time::Duration;
 use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
-use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
 use time::OffsetDateTime;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -25,13 +24,13 @@ const LATEST_MS: f64 = 1_000.0;
 const COMMIT_EVERY: Duration = Duration::from_millis(50);
 /// A commit takes a few milliseconds. Nothing in a test makes the probe's commit take this long.
 const STALL_THRESHOLD: Duration = Duration::from_millis(100);
-/// At most one commit in this many may be slow because of the disk.
+/// At most one commit in this many may be slow because the machine stalled.
 const COMMITS_PER_STALL: usize = 10;
 
 /// The time of a slow commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DiskStall {
-    /// The beginning of the commit, by the local clock.
+pub struct MachineStall {
+    /// When the commit should have begun, by the local clock.
     pub from: Timestamp,
     /// The end of the commit, by the local clock.
     pub until: Timestamp,
@@ -41,27 +40,30 @@ pub struct DiskStall {
 #[derive(Debug, Default)]
 struct Seen {
     commits: usize,
-    slow: Vec<DiskStall>,
+    slow: Vec<MachineStall>,
 }
 
 impl Seen {
-    /// None if slow commits are frequent: then the database is slow, and not the disk.
-    fn stalls(&self) -> Vec<DiskStall> {
+    /// None if slow commits are frequent: then the database is slow, and not the machine.
+    fn stalls(&self) -> Vec<MachineStall> {
         let are_rare = self.slow.len() * COMMITS_PER_STALL <= self.commits;
         if are_rare { self.slow.clone() } else { Vec::new() }
     }
 }
 
-/// Observes the disk from [`Self::open`] until it is dropped.
-pub struct DiskStallProbe {
+/// Observes the machine from [`Self::open`] until it is dropped.
+pub struct MachineStallProbe {
     seen: Arc<Mutex<Seen>>,
     _stop_on_drop: DropGuard,
 }
 
-impl DiskStallProbe {
+impl MachineStallProbe {
     /// Begins to observe, with a table of its own in the environment's database.
     pub async fn open(env: &TestEnv) -> Self {
-        sqlx::query("CREATE TABLE disk_stall_probe AS SELECT 0::bigint AS commits").execute(&env.pool).await.unwrap();
+        sqlx::query("CREATE TABLE machine_stall_probe AS SELECT 0::bigint AS commits")
+            .execute(&env.pool)
+            .await
+            .unwrap();
         let (seen, stop) = (Arc::<Mutex<Seen>>::default(), CancellationToken::new());
         let (recorded, stopped) = (seen.clone(), stop.clone());
         let url = env.settings.database.url.clone();
@@ -72,12 +74,12 @@ impl DiskStallProbe {
         Self { seen, _stop_on_drop: stop.drop_guard() }
     }
 
-    /// The disk stalls so far; none if slow commits are frequent.
-    pub fn stalls(&self) -> Vec<DiskStall> {
+    /// The machine stalls so far; none if slow commits are frequent.
+    pub fn stalls(&self) -> Vec<MachineStall> {
         self.seen.lock().unwrap().stalls()
     }
 
-    /// The lateness of every closed order without the delay that disk stalls added, in milliseconds, sorted. Counts up
+    /// The lateness of every closed order without the delay that machine stalls added, in milliseconds, sorted. Counts up
     /// to the commit where the server records commit times, else up to `closed_at`.
     pub async fn lateness_ms(&self, env: &TestEnv) -> Vec<(Uuid, f64)> {
         let closed = sqlx::query_as(
@@ -97,14 +99,14 @@ impl DiskStallProbe {
         late
     }
 
-    /// Asserts that no order was closed early, and none late by a second or more, disk stalls excepted.
+    /// Asserts that no order was closed early, and none late by a second or more, machine stalls excepted.
     pub async fn assert_on_time(&self, env: &TestEnv) {
         let early = env.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
         let late: Vec<_> = self.lateness_ms(env).await.into_iter().filter(|(_, late)| *late >= LATEST_MS).collect();
         let stalled = total_duration(&self.stalls());
         assert!(
             early == 0 && late.is_empty(),
-            "{early} closed early; late by ms, without {stalled:?} of disk stalls: {late:?}; {:?}",
+            "{early} closed early; late by ms, without {stalled:?} of machine stalls: {late:?}; {:?}",
             self.seen.lock().unwrap()
         );
     }
@@ -113,33 +115,30 @@ impl DiskStallProbe {
 async fn watch(url: SecretString, seen: Arc<Mutex<Seen>>) {
     let pool = PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_secs(1));
     let pool = pool.connect_lazy(url.expose_secret()).unwrap();
+    let mut from = Timestamp::now_by_local_clock();
     loop {
-        if let Some(one) = commit(&pool).await {
+        let commit = sqlx::query("UPDATE machine_stall_probe SET commits = commits + 1").execute(&pool).await;
+        let until = Timestamp::now_by_local_clock();
+        if commit.is_ok() {
             let mut seen = seen.lock().unwrap();
             seen.commits += 1;
-            if one.until.since(one.from) >= STALL_THRESHOLD {
-                seen.slow.push(one);
+            if until.since(from) >= STALL_THRESHOLD {
+                seen.slow.push(MachineStall { from, until });
             }
         }
         tokio::time::sleep(COMMIT_EVERY).await;
+        // Not the time after the sleep, which is later if the machine did not run this process.
+        from = until + COMMIT_EVERY;
     }
 }
 
-/// Start and end of one commit, if it succeeded.
-async fn commit(pool: &PgPool) -> Option<DiskStall> {
-    let mut connection = pool.acquire().await.ok()?;
-    let from = Timestamp::now_by_local_clock();
-    sqlx::query("UPDATE disk_stall_probe SET commits = commits + 1").execute(&mut *connection).await.ok()?;
-    Some(DiskStall { from, until: Timestamp::now_by_local_clock() })
-}
-
-/// How long the disk stalled altogether.
-pub fn total_duration(stalls: &[DiskStall]) -> Duration {
+/// How long the machine stalled altogether.
+pub fn total_duration(stalls: &[MachineStall]) -> Duration {
     stalls.iter().map(|one| one.until.since(one.from)).sum()
 }
 
-/// How long the disk stalled between these times.
-pub fn stalled_time(stalls: &[DiskStall], from: Timestamp, until: Timestamp) -> Duration {
+/// How long the machine stalled between these times.
+pub fn stalled_time(stalls: &[MachineStall], from: Timestamp, until: Timestamp) -> Duration {
     stalls.iter().map(|one| one.until.min(until).since(one.from.max(from))).sum()
 }
 
@@ -151,7 +150,7 @@ mod tests {
     fn stall_counts_only_within_interval() {
         let at = |ms| Timestamp::from_unix_micros(0) + Duration::from_millis(ms);
         let stalls =
-            [(1_000, 1_500), (3_000, 4_000)].map(|(from, until)| DiskStall { from: at(from), until: at(until) });
+            [(1_000, 1_500), (3_000, 4_000)].map(|(from, until)| MachineStall { from: at(from), until: at(until) });
         let ms = |from, until| stalled_time(&stalls, at(from), at(until)).as_millis();
         assert_eq!(ms(0, 10_000), 1_500);
         assert_eq!(ms(1_200, 3_300), 600);
@@ -159,9 +158,10 @@ mod tests {
     }
 
     #[test]
-    fn constantly_slow_database_is_no_disk_stall() {
+    fn constantly_slow_database_is_no_machine_stall() {
         let at = |ms| Timestamp::from_unix_micros(0) + Duration::from_millis(ms);
-        let slow = vec![DiskStall { from: at(0), until: at(150) }, DiskStall { from: at(1_000), until: at(1_150) }];
+        let slow =
+            vec![MachineStall { from: at(0), until: at(150) }, MachineStall { from: at(1_000), until: at(1_150) }];
         assert_eq!(Seen { commits: 20, slow: slow.clone() }.stalls(), slow);
         assert_eq!(Seen { commits: 19, slow }.stalls(), []);
     }
