@@ -1,10 +1,9 @@
 //! A message as the broker delivers it: properties and headers as encoded on the wire, and a body. It becomes an alarm
 //! that survives encoding and decoding, or a dead letter that fits into a table row.
-#![no_main]
+#![cfg_attr(feature = "run", no_main)]
 
 use lapin::BasicProperties;
 use lapin::protocol::basic::parse_properties;
-use libfuzzer_sys::fuzz_target;
 use order_timeout::deliver::read;
 use order_timeout_amqp::envelope::{AlarmHeaders, Route, address};
 use order_timeout_amqp::publisher::properties;
@@ -13,6 +12,7 @@ use order_timeout_core::alarm::{DeadLetter, DeliveredAlarm};
 use order_timeout_core::delay::Placement;
 use order_timeout_core::message::MAX_BODY_BYTES;
 use order_timeout_core::order::Timestamp;
+use order_timeout_fuzz::fuzz_target;
 
 /// More than any of our sentences, including quoted input.
 const LONGEST_DETAIL_BYTES: usize = 1_024;

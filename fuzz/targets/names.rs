@@ -1,14 +1,14 @@
 //! Short input strings: an order's id, the length of a lane, a time. Each is rejected, or survives formatting and
 //! parsing.
-#![no_main]
+#![cfg_attr(feature = "run", no_main)]
 
 use std::time::Duration;
 
-use libfuzzer_sys::fuzz_target;
 use order_timeout_core::delay::Lane;
 use order_timeout_core::message::{ALARM_TYPE, Alarm, LONGEST_TTL, read_rfc3339, write_rfc3339};
 use order_timeout_core::order::MAX_ORDER_ID_BYTES;
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_fuzz::fuzz_target;
 
 fuzz_target!(|text: &str| {
     order_id(text);

@@ -1,6 +1,6 @@
 //! A settings file, and overrides after a line of three dashes. They are rejected with one sentence, or accepted: then
 //! everything can be built from them, and the broker would accept every name and number.
-#![no_main]
+#![cfg_attr(feature = "run", no_main)]
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -10,13 +10,13 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use libfuzzer_sys::{Corpus, fuzz_target};
 use order_timeout::Settings;
 use order_timeout_amqp::topology::{Argument, Destination, Topology};
 use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::wheel::{Wheel, WheelPlacement};
 use order_timeout_core::message::LONGEST_TTL;
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_fuzz::{Corpus, fuzz_target};
 use secrecy::ExposeSecret;
 
 /// The limit of an AMQP short string.
