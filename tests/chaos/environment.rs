@@ -85,6 +85,10 @@ fn as_deployed(settings: &mut Settings) {
     let defaults = Settings::defaults();
     settings.sweep = defaults.sweep;
     settings.retry = defaults.retry;
+    settings.amqp.heartbeat = defaults.amqp.heartbeat;
+    settings.amqp.confirm_timeout = defaults.amqp.confirm_timeout;
+    settings.database.acquire_timeout = defaults.database.acquire_timeout;
+    settings.worker.shutdown_grace = defaults.worker.shutdown_grace;
     settings.log.filter = "info,order_timeout=debug,lapin=off".to_owned();
 }
 

@@ -94,7 +94,7 @@ pub struct Report {
     /// Those of them that never got their alarm.
     pub alarms_lost: usize,
     pub max_lateness_beyond_fault_ms: f64,
-    /// The same if these stalls excused nothing.
+    /// The same if stalls of the machine excused nothing.
     pub max_lateness_with_standstills_ms: f64,
     /// How long the machine stalled outside faults that affect all orders.
     pub stood_still_ms: f64,

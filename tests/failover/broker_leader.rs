@@ -8,7 +8,7 @@ use order_timeout::Settings;
 use order_timeout_core::delay::Lane;
 use order_timeout_testkit::away::keep_events;
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{TestEnv, alarms_alone, wait_within, with_parts};
+use order_timeout_testkit::{TIMEOUT, TestEnv, alarms_alone, wait_within, with_parts};
 use time::OffsetDateTime;
 
 use crate::cluster::Cluster;
@@ -106,7 +106,7 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     assert_each_closed_once(env, &taken, &kept_events).await;
     print(env, cluster, &taken, &[first, second]).await;
     for worker in workers {
-        assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");
+        assert_eq!(worker.terminate(TIMEOUT), 0, "a worker drained in time");
     }
     env.reconnected().await.assert_drained().await;
 }

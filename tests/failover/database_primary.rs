@@ -9,7 +9,7 @@ use order_timeout::Settings;
 use order_timeout_testkit::away::keep_events;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{TestEnv, wait_for, with_parts};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_parts};
 
 use crate::forwarder::Forwarder;
 use crate::traffic::{Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness};
@@ -85,7 +85,7 @@ async fn fail_over(env: &Arc<TestEnv>, primary: &Private, standby: &Private, fro
     print_lateness(env, "before", killed_at - AFTERMATH, killed_at).await;
     print_lateness(env, &format!("{AFTERMATH:?} after"), killed_at, killed_at + AFTERMATH).await;
     for worker in workers {
-        assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");
+        assert_eq!(worker.terminate(TIMEOUT), 0, "a worker drained in time");
     }
     env.assert_drained().await;
 }

@@ -19,7 +19,7 @@ use order_timeout_testkit::away::{
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::proxy::{Count, Direction, Proxy};
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, connect_to_broker, wait_for, wait_within};
 use secrecy::SecretString;
 use tokio::time::timeout;
 
@@ -84,8 +84,7 @@ impl UnackedMessage {
         env.channel.queue_declare(queue.as_str().into(), options, expiring_queue_arguments()).await.unwrap();
         env.publish_raw("", &queue, b"unacked", BasicProperties::default()).await;
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let broker =
-            order_timeout_amqp::connect::connect(&with_broker_behind(env, &network).amqp, "unacked").await.unwrap();
+        let broker = connect_to_broker(&with_broker_behind(env, &network), "unacked").await;
         Self { queue, broker, ends: ConsumerEnds::on(&network), _network: network }
     }
 

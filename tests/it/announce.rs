@@ -16,7 +16,7 @@ use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::message::OrderClosed;
 use order_timeout_core::order::{ClosedBy, OrderId};
-use order_timeout_testkit::{Order, TestEnv, wait_for};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
 use uuid::Uuid;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -53,7 +53,7 @@ async fn bind(env: &TestEnv, queue: &str) {
 pub async fn receive(consumer: &mut Consumer, count: usize) -> Vec<Delivery> {
     let mut received = Vec::new();
     while received.len() < count {
-        let next = tokio::time::timeout(30 * SECOND, consumer.next()).await;
+        let next = tokio::time::timeout(TIMEOUT, consumer.next()).await;
         received
             .push(next.unwrap_or_else(|_| panic!("received {} of {count} events", received.len())).unwrap().unwrap());
     }

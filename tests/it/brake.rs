@@ -154,7 +154,7 @@ fn slow_count_delays_no_pause() {
         let counts = "SELECT count(*) FROM pg_stat_activity
                       WHERE datname = current_database() AND wait_event = 'PgSleep'";
         // Once a minute.
-        wait_within(Duration::from_secs(90), "the count", async || env.count(counts).await > 0).await;
+        wait_for("the count", async || env.count(counts).await > 0).await;
         let pause =
             "INSERT INTO closing_pauses (kind, cause, reason, paused_by) VALUES (NULL, 'operator', 'a test', 'it')";
         execute(&env, pause).await;
@@ -163,7 +163,7 @@ fn slow_count_delays_no_pause() {
         let counted = "SELECT coalesce(sum(foreseen), 0)::bigint FROM closing_minutes";
         assert_eq!(env.count(counted).await, 0, "the count is still running");
         execute(&env, "UPDATE public.slowness SET seconds = 0").await;
-        wait_within(Duration::from_secs(60), "all are counted", async || env.count(counted).await == 300_000).await;
+        wait_for("all are counted", async || env.count(counted).await == 300_000).await;
         worker.stop().await;
     });
 }
@@ -198,7 +198,7 @@ fn silent_provider_trips_and_keeps_stock() {
         orders[..50].iter().for_each(|order| assert!(service.pay(&order.id.to_string())));
         assert_eq!(env.count(UNFINISHED).await, 150, "what is reserved stays so");
         resume(&env).await;
-        wait_within(Duration::from_secs(60), "each order ends", async || env.count(UNFINISHED).await == 0).await;
+        wait_for("each order ends", async || env.count(UNFINISHED).await == 0).await;
         for (n, order) in orders.iter().enumerate() {
             assert_eq!(env.status(order).await, if n < 50 { "paid" } else { "closed" });
         }

@@ -73,7 +73,12 @@ fn blocked_publishers_lose_no_alarm() {
 
 #[test]
 fn frozen_broker_loses_no_alarm() {
-    on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
+    // Short enough that the worker gives its session up.
+    let adjust = |settings: &mut Settings| {
+        alarms_alone(settings);
+        settings.amqp.heartbeat = Settings::defaults().amqp.heartbeat;
+    };
+    on_private_broker_with(&[], adjust, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let publisher = env.publisher().await;
         let worker = env.worker().await;
         let kept_events = keep_events(&env.reconnected().await).await;
@@ -225,11 +230,11 @@ fn repeatedly_broken_connections_lose_no_alarm() {
 #[test]
 fn slow_network_loses_no_alarm() {
     // The delays are far below it; a machine that stalls for two seconds would end a connection.
-    let patient = |settings: &mut Settings| {
+    let long_heartbeats = |settings: &mut Settings| {
         short_timeouts_without_sweep(settings);
         settings.amqp.heartbeat = 10 * SECOND;
     };
-    TestEnv::builder().settings(patient).run(async |env| {
+    TestEnv::builder().settings(long_heartbeats).run(async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let settings = with_broker_behind(&env, &network);
         let publisher = settings.publisher().connect().await.unwrap();

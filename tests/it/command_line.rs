@@ -16,7 +16,7 @@ use order_timeout_testkit::figures;
 use order_timeout_testkit::linux::{self, Signal};
 use order_timeout_testkit::process::{WorkerProcess, bare, call_with, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
-use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within, with_parts};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 use sqlx::Executor;
@@ -761,7 +761,7 @@ fn sigterm_returns_held_alarms() {
         let timeout = env.names().timeout();
         wait_for("the worker holding the other alarm", async || env.depth(&timeout).await == 0).await;
 
-        let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
+        let code = tokio::task::spawn_blocking(|| worker.terminate(TIMEOUT)).await.unwrap();
         assert_eq!(code, 0, "drained within its grace");
         wait_for("the alarm back in the broker", async || env.depth(&timeout).await == 1).await;
         assert_eq!(env.status(&later).await, "unpaid");
@@ -783,7 +783,7 @@ fn worker_waiting_for_broker_can_be_stopped() {
             // It handles signals before it opens its first connection.
             let connected = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'order-timeout'";
             wait_for("the worker at the database", async || env.count(connected).await > 0).await;
-            let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
+            let code = tokio::task::spawn_blocking(|| worker.terminate(TIMEOUT)).await.unwrap();
             assert_eq!(code, 0);
         });
 }

@@ -7,13 +7,13 @@ use order_timeout::Settings;
 use order_timeout_testkit::away::is_consumed;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::proxy::Proxy;
-use order_timeout_testkit::{TestEnv, alarms_alone, wait_for};
+use order_timeout_testkit::{TIMEOUT, TestEnv, alarms_alone, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Alarms alone, because a worker reads ahead in the database while it has no session, and on a busy machine would close
-/// orders before their alarms are delivered again.
-fn hold_long(settings: &mut Settings) {
+/// A worker reads ahead in the database while it has no session, and on a busy machine would close orders before their
+/// alarms are delivered again. Those are held until the deadline.
+fn without_sweep(settings: &mut Settings) {
     alarms_alone(settings);
     settings.worker.hold_max = 60 * SECOND;
 }
@@ -38,7 +38,7 @@ async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
 
 #[test]
 fn next_worker_closes_killed_workers_alarms() {
-    TestEnv::builder().settings(hold_long).run(async |env| {
+    TestEnv::builder().settings(without_sweep).run(async |env| {
         let orders = env.orders(500, 15 * SECOND).await;
         env.deliver(&orders).await;
         let worker = WorkerProcess::start(&env.settings);
@@ -48,7 +48,7 @@ fn next_worker_closes_killed_workers_alarms() {
         assert_eq!(env.closed().await, 0, "killed before the deadline");
         let worker = WorkerProcess::start(&env.settings);
         wait_for("all closed", async || env.closed().await == 500).await;
-        assert_eq!(worker.terminate(10 * SECOND), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
         assert_each_closed_once(&env, 500).await;
     });
 }
@@ -73,14 +73,14 @@ fn repeatedly_killed_worker_closes_orders_once() {
         let sentinel = env.order(SECOND).await;
         env.deliver([&sentinel]).await;
         wait_for("the sentinel's close", async || env.status(&sentinel).await == "closed").await;
-        assert_eq!(worker.terminate(10 * SECOND), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
         assert_each_closed_once(&env, 601).await;
     });
 }
 
 #[test]
 fn stopping_worker_returns_held_alarms() {
-    TestEnv::builder().settings(hold_long).run(async |env| {
+    TestEnv::builder().settings(without_sweep).run(async |env| {
         let due = env.orders(50, Duration::ZERO).await;
         env.deliver(&due).await;
         let worker = WorkerProcess::start(&env.settings);
@@ -90,12 +90,12 @@ fn stopping_worker_returns_held_alarms() {
         let held = env.orders(300, 10 * SECOND).await;
         env.deliver(&held).await;
         wait_for("300 held alarms", async || waiting(&env).await == 0).await;
-        assert_eq!(worker.terminate(10 * SECOND), 0, "it drained in time");
+        assert_eq!(worker.terminate(TIMEOUT), 0, "it drained in time");
         wait_for("the alarms back in the queue", async || waiting(&env).await == 300).await;
         assert_eq!(env.closed().await, 50, "stopped before the deadline");
         let worker = WorkerProcess::start(&env.settings);
         wait_for("all closed", async || env.closed().await == 350).await;
-        assert_eq!(worker.terminate(10 * SECOND), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
         assert_each_closed_once(&env, 350).await;
     });
 }
@@ -113,7 +113,7 @@ fn two_workers_close_each_order_once() {
         env.deliver([&sentinel]).await;
         wait_for("the sentinel's close", async || env.status(&sentinel).await == "closed").await;
         for worker in workers {
-            assert_eq!(worker.terminate(10 * SECOND), 0);
+            assert_eq!(worker.terminate(TIMEOUT), 0);
         }
         assert_each_closed_once(&env, 2_001).await;
     });
@@ -123,7 +123,7 @@ fn two_workers_close_each_order_once() {
 fn frozen_worker_loses_alarms_and_recovers() {
     TestEnv::builder()
         .settings(|settings| {
-            hold_long(settings);
+            without_sweep(settings);
             settings.amqp.heartbeat = SECOND;
         })
         .run(async |env| {
@@ -139,8 +139,8 @@ fn frozen_worker_loses_alarms_and_recovers() {
             let later = env.orders(200, SECOND).await;
             env.deliver(&later).await;
             wait_for("all closed", async || env.closed().await == 400).await;
-            assert_eq!(frozen.terminate(10 * SECOND), 0);
-            assert_eq!(other.terminate(10 * SECOND), 0);
+            assert_eq!(frozen.terminate(TIMEOUT), 0);
+            assert_eq!(other.terminate(TIMEOUT), 0);
             assert_each_closed_once(&env, 400).await;
         });
 }
@@ -157,7 +157,7 @@ fn unread_log_blocks_neither_closing_nor_stopping() {
         let orders = env.orders(500, SECOND).await;
         env.deliver(&orders).await;
         wait_for("all closed", async || env.closed().await == 500).await;
-        assert_eq!(worker.terminate(10 * SECOND), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
         drop(unread);
         assert_each_closed_once(&env, 500).await;
     });
@@ -179,6 +179,6 @@ fn worker_without_file_handles_reconnects_later() {
         worker.give_handles();
         wait_for("the next session", async || is_consumed(&env, &inbox).await).await;
         assert_eq!(worker.ended(), None);
-        assert_eq!(worker.terminate(10 * SECOND), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
     });
 }

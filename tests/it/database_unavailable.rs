@@ -9,7 +9,7 @@ use order_timeout::effects::close::Closer;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout_testkit::away::{
-    COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_timeouts, worker_through,
+    COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_database_timeouts, worker_through,
 };
 use order_timeout_testkit::linux::{self, Signal};
 use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
@@ -128,21 +128,21 @@ fn read_only_database_loses_no_alarm() {
 
 #[test]
 fn reset_connections_lose_no_alarm() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         survive(&env, async |network| network.cut(), async |network| network.restore()).await;
     });
 }
 
 #[test]
 fn vanished_database_host_loses_no_alarm() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         survive(&env, async |network| network.stall(), async |network| network.restore()).await;
     });
 }
 
 #[test]
 fn lost_database_answers_lose_no_alarm() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         survive(&env, async |network| network.stall_one_way(Direction::ToClient), async |network| network.restore())
             .await;
     });
@@ -181,7 +181,7 @@ fn exhausted_connections_lose_no_alarm() {
 
 #[test]
 fn close_cut_before_server_is_retried() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -195,7 +195,7 @@ fn close_cut_before_server_is_retried() {
 
 #[test]
 fn close_with_lost_answer_counts_once() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -209,7 +209,7 @@ fn close_with_lost_answer_counts_once() {
 
 #[test]
 fn database_vanishing_during_close_loses_no_alarm() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -229,7 +229,7 @@ fn database_vanishing_during_close_loses_no_alarm() {
 
 #[test]
 fn locked_table_loses_no_alarm() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
         let worker = worker_through(&env, &network).await;
@@ -246,7 +246,7 @@ fn locked_table_loses_no_alarm() {
 
 #[test]
 fn changed_column_type_loses_no_alarm() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let worker = env.worker().await;
         let before = env.orders(20, Duration::ZERO).await;
         env.deliver(&before).await;
@@ -294,7 +294,7 @@ fn hanging_commits_do_not_exhaust_connections() {
 
 #[test]
 fn statement_timeout_affects_only_its_order() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "statement timeout");
         let worker = worker_through(&env, &network).await;
@@ -339,7 +339,7 @@ fn ended_idle_connections_blame_no_order() {
 
 #[test]
 fn stopping_without_database_returns_all_alarms() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         held_by_the_worker(&env, 30, 2 * SECOND).await;
@@ -359,7 +359,7 @@ fn stopping_without_database_returns_all_alarms() {
 
 #[test]
 fn stopping_returns_unparkable_alarms() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         network.cut();
@@ -379,7 +379,7 @@ fn stopping_returns_unparkable_alarms() {
 
 #[test]
 fn locked_article_delays_no_other_order() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         env.stock("another", 1_000).await;
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
@@ -436,7 +436,7 @@ fn permanently_locked_article_delays_no_other() {
 
 #[test]
 fn foreign_order_status_causes_no_spinning() {
-    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
+    TestEnv::builder().settings(shorten_database_timeouts).run(async |env| {
         sqlx::query("ALTER TYPE order_status ADD VALUE 'refunded'").execute(&env.pool).await.unwrap();
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;

@@ -165,7 +165,7 @@ fn canaries_do_not_reach_foreign_readers() {
         have_orders_swept(&env).await;
         assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);
         // Not at once, because older workers also run during an upgrade.
-        wait_within(Duration::from_secs(90), "the consumer named", async || {
+        wait_for("the consumer named", async || {
             have_orders_swept(&env).await;
             let why = why(&worker, "alarms_not_arriving").await;
             why.is_some_and(|why| why.contains(&format!("1 consumers of {queue:?} are not workers of this version")))
@@ -199,7 +199,7 @@ fn arrivals_that_cannot_be_noted_are_kept() {
         let worker = env.worker().await;
         let overdue = "SELECT count(*) FROM canaries
                        WHERE arrived_at IS NULL AND clock_timestamp() > due_at + interval '6 seconds'";
-        wait_within(Duration::from_secs(60), "a canary overdue", async || {
+        wait_for("a canary overdue", async || {
             have_orders_swept(&env).await;
             assert_eq!(why(&worker, "alarms_not_arriving").await, None);
             env.count(overdue).await > 0

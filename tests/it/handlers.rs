@@ -94,7 +94,8 @@ impl OverdueSource for Memory {
 
 fn with_ticket(settings: &mut Settings) {
     settings.kinds.entry(kind("ticket")).or_default();
-    settings.sweep.grace = SECOND;
+    // Longer than a machine stalls, because the sweep would close what is to be closed by alarm.
+    settings.sweep.grace = 10 * SECOND;
     settings.retry.first = SECOND / 5;
 }
 

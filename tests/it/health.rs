@@ -263,7 +263,9 @@ fn table_lock_ends_readiness_and_shows_overdue() {
 fn stopping_worker_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
         serve_http(settings);
-        settings.database.lock_timeout = 5 * SECOND;
+        // The worker is stopping as long as the close in flight waits.
+        (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);
+        settings.worker.shutdown_grace = TIMEOUT;
     };
     TestEnv::builder().settings(adjust).run(async |env| {
         let worker = env.worker().await;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{TestEnv, raw, wait_for};
+use order_timeout_testkit::{TIMEOUT, TestEnv, raw, wait_for};
 
 #[test]
 fn alarm_with_nested_header_tables_closes_order() {
@@ -17,7 +17,7 @@ fn alarm_with_nested_header_tables_closes_order() {
         let worker = WorkerProcess::start(&env.settings);
         wait_for("both closes", async || env.closed().await == 2).await;
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 2);
-        assert_eq!(worker.terminate(Duration::from_secs(20)), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
         env.assert_drained().await;
     });
 }

@@ -9,7 +9,7 @@ use order_timeout::postgres::Database;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::paths::repository;
-use order_timeout_testkit::{TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{TestEnv, wait_for};
 use sqlx::AssertSqlSafe;
 
 use crate::kinds::{closed, create, create_table, kind, mapped};
@@ -162,7 +162,7 @@ fn troubled_kinds_delay_no_other() {
                 publisher.schedule_kind(&kind(name), id, deadline).await.unwrap();
             }
         }
-        wait_within(60 * SECOND, "the closes of the other three kinds", async || {
+        wait_for("the closes of the other three kinds", async || {
             closed(&env, "calm").await == EACH
                 && closed(&env, "quiet").await == EACH
                 && closed(&env, "flooded").await == i64::from(FLOOD)

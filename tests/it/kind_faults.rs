@@ -138,7 +138,7 @@ fn kind_without_worker_is_named() {
 
 #[test]
 fn draining_worker_gives_its_share_up() {
-    // The registration without kinds stands only until the worker has drained: as long as the close in flight waits.
+    // The registration without kinds exists only until the worker has drained: as long as the close in flight waits.
     let drain_long = |settings: &mut Settings| {
         serve_http(settings);
         (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);

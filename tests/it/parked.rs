@@ -17,7 +17,7 @@ use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
-use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
 use serde_json::Value;
 use sqlx::PgPool;
 use uuid::Uuid;
@@ -545,7 +545,7 @@ fn parked_flood_is_counted_not_listed() {
             assert!(confirm.await.unwrap().is_ack());
         }
         let parked = async || env.count("SELECT count(*) FROM parked_alarms").await;
-        wait_within(90 * SECOND, "the parking", async || parked().await == ALARMS as i64).await;
+        wait_for("the parking", async || parked().await == ALARMS as i64).await;
         let address = env.settings.http.listen.0.unwrap();
         let counted =
             format!("order_timeout_alarms_parked_total{{kind=\"order\",reason=\"unknown_order\"}} {ALARMS}\n");

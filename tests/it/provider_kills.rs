@@ -12,7 +12,7 @@ use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::proxy::{Proxy, Then};
-use order_timeout_testkit::{Order, TestEnv, host_and_port, wait_for};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, host_and_port, wait_for};
 
 use crate::announce::{consume_events, message_id, receive};
 use crate::providers::{adjust, begin_attempts};
@@ -124,7 +124,7 @@ fn killed_at(kill: Kill) {
         let sentinel = env.order(Duration::ZERO).await;
         env.deliver([&sentinel]).await;
         let last = receive(&mut events, 1).await.remove(0);
-        assert_eq!(worker.terminate(Duration::from_secs(10)), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
         let ids = "SELECT count(*) FROM event_outbox WHERE id::text = ANY ($1)";
         let ids = sqlx::query_scalar(ids).bind([&event, &last].map(|event| message_id(event).to_string()));
         let (of_events, all): (i64, _) =

@@ -13,7 +13,7 @@ use order_timeout_core::order::Outcome;
 use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
-use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, TestEnv, wait_for};
 use uuid::Uuid;
 
 /// Short pauses, and orders that the sweep finds at once.
@@ -61,8 +61,7 @@ fn dead_webhook_closes_no_paid_order() {
             begin_attempts(&env, &paid, "card").await;
             paid.iter().for_each(|order| assert!(service.pay(&order.id.to_string())));
             let worker = env.worker().await;
-            let all = Duration::from_secs(60);
-            wait_within(all, "the settlements", async || env.count(UNFINISHED).await == 0).await;
+            wait_for("the settlements", async || env.count(UNFINISHED).await == 0).await;
             let announced = "SELECT count(*) FROM event_outbox WHERE type = 'order.paid_late_settled.v1'";
             assert_eq!((in_state(&env, "closed").await, in_state(&env, "paid").await), (0, orders as i64));
             assert_eq!(env.count(announced).await, orders as i64);
@@ -147,7 +146,7 @@ fn dead_provider_delays_no_other() {
             assert_eq!(in_state(&env, "closing").await, 100);
             assert_eq!(env.count("SELECT reserved FROM stock").await, 100);
             bank.set_dead(false);
-            wait_within(Duration::from_secs(30), "the others", async || env.closed().await == 200).await;
+            wait_for("the others", async || env.closed().await == 200).await;
             assert_eq!(env.count("SELECT count(*) FROM close_attempts").await, 0, "none is unresolved");
             worker.stop().await;
             env.assert_ledger().await;

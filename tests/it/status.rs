@@ -11,7 +11,7 @@ use sqlx::{AssertSqlSafe, Executor};
 use uuid::Uuid;
 
 use order_timeout_testkit::process::{WorkerProcess, call_with};
-use order_timeout_testkit::{Order, TestEnv, wait_for};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -255,7 +255,7 @@ fn worker_logs_what_it_closed() {
                 env.order(Duration::ZERO).await;
                 wait_for("the close", async || env.closed().await == closed).await;
             }
-            assert_eq!(worker.terminate(20 * SECOND), 0);
+            assert_eq!(worker.terminate(TIMEOUT), 0);
             assert_eq!(lines().len(), 1, "at most one a minute");
         });
 }

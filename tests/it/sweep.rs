@@ -43,7 +43,7 @@ fn order_without_alarm_is_swept() {
 #[test]
 fn sweep_skips_grace_during_broker_outage() {
     TestEnv::builder().run(async |env| {
-        // The grace of the other tests, a minute: it must not apply here.
+        // The grace of the other tests is longer than this test: it must not apply here.
         let worker = env.worker_without_broker().await;
         env.orders(20, Duration::from_millis(300)).await;
         wait_for("the closes", async || env.closed().await == 20).await;

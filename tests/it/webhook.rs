@@ -13,7 +13,7 @@ use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
 use serde_json::Value;
 use tempfile::NamedTempFile;
 
@@ -281,6 +281,6 @@ fn killed_worker_sends_same_id_again() {
         let received = receiver.received();
         assert!(received.len() > before);
         assert!(received.iter().all(|event| event.id() == received[0].id()));
-        assert_eq!(worker.terminate(30 * SECOND), 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
     });
 }

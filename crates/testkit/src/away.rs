@@ -16,11 +16,11 @@ use uuid::Uuid;
 
 use crate::private::Private;
 use crate::proxy::Proxy;
-use crate::{Order, RunningWorker, TestEnv, wait_for, wait_within};
+use crate::{Order, RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Long enough for the longest backoff, and for alarms that wait in the wheel.
-pub const COMING_BACK: Duration = Duration::from_secs(60);
+pub const COMING_BACK: Duration = TIMEOUT;
 /// A deadline that comes only after a server has been stopped, even on a busy machine. For settings with [`hold_long`].
 pub const HELD_LONG: Duration = Duration::from_secs(8);
 
@@ -76,17 +76,22 @@ pub fn on_private_database<F: Future<Output = ()> + Send + 'static>(
         let name = settings.database.url.expose_secret().rsplit('/').next().expect("a name").to_owned();
         settings.database.url = SecretString::from(database.url.clone());
         settings.database.url = settings.database.url_of(&name);
-        shorten_timeouts(settings);
+        shorten_database_timeouts(settings);
     };
     let for_test = database.clone();
     TestEnv::builder().settings(adjust).run(move |env| test(env, for_test));
 }
 
-/// Shortens the timeouts of a worker, so that they end during a test.
-pub fn shorten_timeouts(settings: &mut Settings) {
+/// Shortens the timeouts of a worker for the database, so that they end during a test.
+pub fn shorten_database_timeouts(settings: &mut Settings) {
     settings.database.acquire_timeout = SECOND;
     settings.database.statement_timeout = SECOND;
     settings.worker.requeue_after = 2 * SECOND;
+}
+
+/// Shortens the timeouts of a worker for both servers.
+pub fn shorten_timeouts(settings: &mut Settings) {
+    shorten_database_timeouts(settings);
     settings.amqp.heartbeat = SECOND;
     settings.amqp.connect_timeout = 2 * SECOND;
     settings.amqp.confirm_timeout = 2 * SECOND;

@@ -37,9 +37,9 @@ use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::observe::canary::CANARY_TYPE;
 use order_timeout::postgres;
-use order_timeout::runtime::Worker;
+use order_timeout::runtime::{StartError, Worker};
 use order_timeout_amqp::AmqpSettings;
-use order_timeout_amqp::connect;
+use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{self, DUE_KEY, Names, Slot};
 use order_timeout_client::Publisher;
@@ -56,7 +56,7 @@ use uuid::Uuid;
 use ledger::Ledger;
 use template::Template;
 
-/// Long enough for the slowest machine, even if its machine stalls for half a minute; a test that waits this long has failed.
+/// Long enough for the slowest machine, even if it stalls for half a minute; a test that waits this long has failed.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A database, a namespace, and the settings that name them.
@@ -151,7 +151,6 @@ pub fn small_settings() -> Settings {
     settings.database.acquire_timeout = Duration::from_secs(10);
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
-    settings.worker.shutdown_grace = Duration::from_secs(30);
     // Tests run in parallel, and few read their worker's pages.
     settings.http.listen = Listen(None);
     settings.validate().expect("the tests' settings are valid");
@@ -209,9 +208,10 @@ async fn execute_on_server(settings: &Settings, statement: String) {
     server.close().await.unwrap();
 }
 
-/// A connection of the test's own. It survives a machine that stalls, however short the worker's heartbeats are.
-async fn connect_to_broker(settings: &Settings, purpose: &str) -> JoinedConnection {
-    let amqp = AmqpSettings { heartbeat: Duration::from_secs(600), ..settings.amqp.clone() };
+/// A connection of the test's own. It survives a machine that stalls, however short the worker's timeouts are.
+pub async fn connect_to_broker(settings: &Settings, purpose: &str) -> JoinedConnection {
+    let (heartbeat, connect_timeout) = (Duration::from_secs(60), Duration::from_secs(20));
+    let amqp = AmqpSettings { heartbeat, connect_timeout, ..settings.amqp.clone() };
     connect::connect(&amqp, purpose).await.expect("the broker answers; run scripts/services")
 }
 
@@ -581,9 +581,16 @@ pub struct RunningWorker {
 }
 
 impl RunningWorker {
-    /// Starts a worker with these settings.
+    /// Starts a worker with these settings. Tries three times if a server does not answer, as what supervises a worker
+    /// does: a machine may stall for longer than a test's short timeouts.
     pub async fn start(settings: Settings) -> Self {
-        let worker = Worker::start(settings).await.unwrap();
+        let mut attempt = 1;
+        let worker = loop {
+            match Worker::start(settings.clone()).await {
+                Err(StartError::Database(_) | StartError::Broker(BrokerError::Away(_))) if attempt < 3 => attempt += 1,
+                started => break started.unwrap(),
+            }
+        };
         let (stop, http) = (CancellationToken::new(), worker.http_address());
         Self { running: tokio::spawn(worker.run(stop.clone())), stop, http }
     }

@@ -17,17 +17,17 @@ use time::OffsetDateTime;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
 
-use crate::TestEnv;
+use crate::{TestEnv, linux};
 
 /// Far above the usual lateness of milliseconds: a machine that runs all tests at once may be slow.
 const LATEST_MS: f64 = 1_000.0;
 const COMMIT_EVERY: Duration = Duration::from_millis(50);
-/// A commit takes a few milliseconds. Nothing in a test makes the probe's commit take this long.
+/// A commit takes a few milliseconds. Nothing in a test makes the probe's commit begin and end this late.
 const STALL_THRESHOLD: Duration = Duration::from_millis(100);
 /// At most one commit in this many may be slow because the machine stalled.
 const COMMITS_PER_STALL: usize = 10;
 
-/// The time of a slow commit.
+/// The time of a commit that began or ended late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MachineStall {
     /// When the commit should have begun, by the local clock.
@@ -44,6 +44,13 @@ struct Seen {
 }
 
 impl Seen {
+    fn record(&mut self, one: MachineStall) {
+        self.commits += 1;
+        if one.until.since(one.from) >= STALL_THRESHOLD {
+            self.slow.push(one);
+        }
+    }
+
     /// None if slow commits are frequent: then the database is slow, and not the machine.
     fn stalls(&self) -> Vec<MachineStall> {
         let are_rare = self.slow.len() * COMMITS_PER_STALL <= self.commits;
@@ -115,21 +122,30 @@ impl MachineStallProbe {
 async fn watch(url: SecretString, seen: Arc<Mutex<Seen>>) {
     let pool = PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_secs(1));
     let pool = pool.connect_lazy(url.expose_secret()).unwrap();
+    // So that the first commit waits for no connection. If there is none, that commit fails as well.
+    drop(pool.acquire().await);
     let mut from = Timestamp::now_by_local_clock();
     loop {
         let commit = sqlx::query("UPDATE machine_stall_probe SET commits = commits + 1").execute(&pool).await;
         let until = Timestamp::now_by_local_clock();
         if commit.is_ok() {
-            let mut seen = seen.lock().unwrap();
-            seen.commits += 1;
-            if until.since(from) >= STALL_THRESHOLD {
-                seen.slow.push(MachineStall { from, until });
-            }
+            seen.lock().unwrap().record(MachineStall { from, until });
         }
+        let cpu_before = cpu();
         tokio::time::sleep(COMMIT_EVERY).await;
-        // Not the time after the sleep, which is later if the machine did not run this process.
-        from = until + COMMIT_EVERY;
+        from = began(until + COMMIT_EVERY, Timestamp::now_by_local_clock(), cpu().saturating_sub(cpu_before));
     }
+}
+
+/// The processor time of this process.
+fn cpu() -> Duration {
+    Duration::from_secs_f64(linux::cpu_s(std::process::id()).unwrap_or_default())
+}
+
+/// From when on a commit counts: from when it was planned, so that time in which the machine ran no process is a stall; but
+/// from when it was begun if this process used the time in between, because then its own work delayed the commit.
+fn began(planned: Timestamp, begun: Timestamp, used_cpu: Duration) -> Timestamp {
+    if 2 * used_cpu < begun.since(planned) { planned } else { begun }
 }
 
 /// How long the machine stalled altogether.
@@ -155,6 +171,18 @@ mod tests {
         assert_eq!(ms(0, 10_000), 1_500);
         assert_eq!(ms(1_200, 3_300), 600);
         assert_eq!((ms(1_500, 3_000), ms(4_000, 9_000)), (0, 0));
+    }
+
+    #[test]
+    fn own_work_is_no_stall() {
+        let at = |ms| Timestamp::from_unix_micros(0) + Duration::from_millis(ms);
+        let mut seen = Seen::default();
+        for used_cpu_ms in [0, 400] {
+            let from = began(at(1_000), at(1_500), Duration::from_millis(used_cpu_ms));
+            seen.record(MachineStall { from, until: at(1_510) });
+        }
+        let stall = MachineStall { from: at(1_000), until: at(1_510) };
+        assert_eq!((seen.commits, seen.slow), (2, vec![stall]));
     }
 
     #[test]

@@ -13,11 +13,11 @@ use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::paths::{repository, scratch_folder};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{WorkerProcess, call_with};
-use order_timeout_testkit::{TestEnv, wait_for, with_parts};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_parts};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
-use super::{PASSWORD, SECOND, Stack, here, only, register};
+use super::{PASSWORD, Stack, here, only, register};
 
 /// The compose stack's configuration, with the management API on this port of the loopback interface, and statistics that
 /// are half a second old instead of five.
@@ -237,5 +237,5 @@ async fn healthy_stack_has_no_finding(stack: &Stack, port: u16) {
         "{stdout}"
     );
     stack.sql("DELETE FROM parked_alarms").await;
-    assert_eq!(meanwhile(|| worker.terminate(20 * SECOND)), 0);
+    assert_eq!(meanwhile(|| worker.terminate(TIMEOUT)), 0);
 }

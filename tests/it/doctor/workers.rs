@@ -9,9 +9,9 @@ use order_timeout_core::kind::Kind;
 use order_timeout_testkit::away::{meanwhile, on_private_database};
 use order_timeout_testkit::paths::repository;
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for};
 
-use super::{SECOND, Stack, here, only, register};
+use super::{Stack, here, only, register};
 
 #[test]
 fn each_fault_of_workers_is_found() {
@@ -40,7 +40,7 @@ async fn faults_of_workers_are_found(env: Arc<TestEnv>) {
         .sql("ALTER TABLE orders DISABLE TRIGGER refuse; UPDATE orders SET expires_at = now() - interval '90 seconds'")
         .await;
     stack.sql("ALTER TABLE orders ENABLE TRIGGER refuse").await;
-    assert_eq!(meanwhile(|| worker.terminate(20 * SECOND)), 0);
+    assert_eq!(meanwhile(|| worker.terminate(TIMEOUT)), 0);
     stack.found(CheckName::WorkersAlive).await;
     let worker = WorkerProcess::start(&stack.settings);
     wait_for("a worker registered", async || {
@@ -64,7 +64,7 @@ async fn faults_of_workers_are_found(env: Arc<TestEnv>) {
 
     // A kind that no worker serves, until one does.
     stack.options.canary = false;
-    assert_eq!(meanwhile(|| worker.terminate(20 * SECOND)), 0);
+    assert_eq!(meanwhile(|| worker.terminate(TIMEOUT)), 0);
     kind_without_worker_is_found(&stack).await;
 
     // A worker that is alive and has no session, until one has.
@@ -73,7 +73,7 @@ async fn faults_of_workers_are_found(env: Arc<TestEnv>) {
     let worker = WorkerProcess::start(&stack.settings);
     stack.sql("DELETE FROM order_timeout_workers WHERE host = 'shop-2'").await;
     wait_for("a session", async || stack.report().await.findings().next().is_none()).await;
-    assert_eq!(meanwhile(|| worker.terminate(20 * SECOND)), 0);
+    assert_eq!(meanwhile(|| worker.terminate(TIMEOUT)), 0);
 }
 
 async fn kind_without_worker_is_found(stack: &Stack) {
