@@ -18,8 +18,9 @@
 //! An order that a worker or a statement has taken with it waits until the lease is over: it is counted, and only few may
 //! be excused by that. Closing must never have been paused, because nothing in a run is unusual for the brake.
 //!
-//! A machine stall is a fault outside the plan (`machine_stall_probe.rs`). It excuses a close for no longer than it lasted, and the
-//! report also gives the lateness that includes it. If the machine stalls for much of a run, the run proves nothing.
+//! A machine stall is a fault outside the plan (`machine_stall_probe.rs`). It excuses a close for no longer than it
+//! lasted, and the report also gives the lateness that includes it. If the machine stalls for much of a run, the run
+//! proves nothing.
 //!
 //! A payment that is declined in the end excuses the orders of its article while it holds the stock row, because none
 //! of them can be closed then. It is ordinary operation, not a fault.

@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use order_timeout_core::delay::RingSettings;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
-use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, add_coarse_ring, wait_for};
 use uuid::Uuid;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -144,8 +143,7 @@ fn unknown_and_far_alarms_delay_no_order() {
             // Longer than the test, so that the unknown ones are retried throughout.
             settings.retry.missing_for = 5 * TIMEOUT;
             // So that the far ones stay in the wheel throughout.
-            let (unit, early) = (30 * SECOND, Some(3 * SECOND));
-            settings.delay.rings.push(RingSettings { unit, slots: 12, early });
+            add_coarse_ring(settings);
         })
         .run(async |env| {
             let stall_probe = MachineStallProbe::open(&env).await;

@@ -21,7 +21,9 @@ use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within};
+use order_timeout_testkit::{
+    RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_long_for_locks, wait_within,
+};
 use regex::Regex;
 use tokio::net::TcpStream;
 use uuid::Uuid;
@@ -264,8 +266,7 @@ fn stopping_worker_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
         serve_http(settings);
         // The worker is stopping as long as the close in flight waits.
-        (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);
-        settings.worker.shutdown_grace = TIMEOUT;
+        wait_long_for_locks(settings);
     };
     TestEnv::builder().settings(adjust).run(async |env| {
         let worker = env.worker().await;

@@ -8,7 +8,7 @@ use order_timeout::config::kinds::Remind;
 use order_timeout::http::READYZ;
 use order_timeout::{Settings, Worker};
 use order_timeout_testkit::figures::{Figures, get, serve_http};
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_long_for_locks};
 
 use crate::kinds::{closed, create, create_table, kind, mapped};
 
@@ -141,8 +141,7 @@ fn draining_worker_gives_its_share_up() {
     // The registration without kinds exists only until the worker has drained: as long as the close in flight waits.
     let drain_long = |settings: &mut Settings| {
         serve_http(settings);
-        (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);
-        settings.worker.shutdown_grace = TIMEOUT;
+        wait_long_for_locks(settings);
     };
     TestEnv::builder().settings(drain_long).run(async |env| {
         let worker = env.worker().await;

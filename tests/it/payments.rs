@@ -13,7 +13,7 @@ use order_timeout_client::payment::{Attempt, Currency, Money};
 use order_timeout_client::postgres::{LateReason, PaymentError, PaymentOutcome, PaymentVerdict, payment_received};
 use order_timeout_core::with_causes;
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_long_for_locks};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, PgConnection, PgPool};
 use uuid::Uuid;
@@ -489,10 +489,7 @@ fn callback_needs_only_execute() {
 fn thousand_late_payments_settle_once_each() {
     const ORDERS: usize = 1_000;
     // All reopened orders take the same article, and three operators wait for its row.
-    let wait_for_locks = |settings: &mut order_timeout::Settings| {
-        (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);
-    };
-    TestEnv::builder().settings(wait_for_locks).run(async |env| {
+    TestEnv::builder().settings(wait_long_for_locks).run(async |env| {
         let orders = Arc::new(closed_orders(&env, ORDERS).await);
         let available = env.count("SELECT available FROM stock").await;
         let reports = join_all((0..3).map(|_| {

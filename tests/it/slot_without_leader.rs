@@ -14,14 +14,13 @@ use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::prune;
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
-use order_timeout_core::delay::RingSettings;
 use order_timeout_core::delay::wheel::WheelPlacement;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::private::Private;
-use order_timeout_testkit::{TestEnv, alarms_alone, wait_for};
+use order_timeout_testkit::{TestEnv, add_coarse_ring, alarms_alone, wait_for};
 use uuid::Uuid;
 
 /// Well above what a busy machine needs for a confirm.
@@ -35,8 +34,7 @@ fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(
         // Otherwise the order whose alarm is in the silent slot would be closed by reading ahead.
         alarms_alone(settings);
         // So that the deadlines keep their slots while a test waits for several of these timeouts.
-        let (unit, early) = (Duration::from_secs(30), Some(Duration::from_secs(3)));
-        settings.delay.rings.push(RingSettings { unit, slots: 12, early });
+        add_coarse_ring(settings);
         serve_http(settings);
     };
     let for_test = broker.clone();

@@ -166,6 +166,18 @@ pub fn alarms_alone(settings: &mut Settings) {
     settings.orders.overdue_sql = path("tests/fixtures/nothing_overdue.sql");
 }
 
+/// Adds a ring in which an alarm for the next minutes keeps its slot while a test waits.
+pub fn add_coarse_ring(settings: &mut Settings) {
+    let (unit, early) = (Duration::from_secs(30), Some(Duration::from_secs(3)));
+    settings.delay.rings.push(RingSettings { unit, slots: 12, early });
+}
+
+/// A close waits for a lock as long as a test may last, and a stopping worker for that close.
+pub fn wait_long_for_locks(settings: &mut Settings) {
+    (settings.database.lock_timeout, settings.database.statement_timeout) = (TIMEOUT, 2 * TIMEOUT);
+    settings.worker.shutdown_grace = TIMEOUT;
+}
+
 /// The address with some of its parts replaced: user and password, host and port, and the path.
 pub fn with_parts(url: &SecretString, user: Option<&str>, host: Option<&str>, path: Option<&str>) -> SecretString {
     let (scheme, rest) = url.expose_secret().split_once("://").expect("an address");
