@@ -3,15 +3,16 @@
 //!
 //! Knows no protocol. The rate limit is in the [`client`](crate::client), because one call may need several requests.
 
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use order_timeout_core::payment::{Answer, Attempt};
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
-use crate::breaker::{Admission, Breaker, BreakerLimits, CallResult};
+use crate::breaker::{Admission, Breaker, BreakerLimits, CallResult, Refusal};
 use crate::call_error::CallError;
 use crate::protocol::{self, Protocol};
 use crate::settings::LimitsSettings;
@@ -27,6 +28,8 @@ pub(crate) struct LimitedProvider<P> {
     queue_timeout: Duration,
     longest_call: Duration,
     health: Mutex<Health>,
+    /// Wakes calls that wait for what the call finds out that tests the provider.
+    tested: Notify,
     waiting: AtomicUsize,
     refused_by_breaker: AtomicU64,
     refused_by_queue: AtomicU64,
@@ -55,10 +58,6 @@ struct Health {
 }
 
 impl Health {
-    fn check(&self) -> Result<(), CallError> {
-        self.breaker.refuses(now()).map_or(Ok(()), |pause| Err(self.circuit_open(pause)))
-    }
-
     fn circuit_open(&self, pause: Duration) -> CallError {
         CallError::CircuitOpen { pause, last: self.last_fault.clone() }
     }
@@ -74,6 +73,7 @@ impl<P: Protocol> LimitedProvider<P> {
             queue_timeout: limits.queue_timeout,
             longest_call: limits.longest_call(),
             health: Mutex::new(Health { breaker: Breaker::new(breaker), last_fault: String::new() }),
+            tested: Notify::new(),
             waiting: AtomicUsize::new(0),
             refused_by_breaker: AtomicU64::new(0),
             refused_by_queue: AtomicU64::new(0),
@@ -94,18 +94,40 @@ impl<P: Protocol> LimitedProvider<P> {
         if attempt.provider != self.name {
             return Err(CallError::InvalidAttempt("it was asked about an attempt of another provider"));
         }
-        // Before the queue: while the breaker is open, no call is to wait for its turn only to be refused.
-        self.health().check()?;
         let waiting = Waiting::new(&self.waiting);
-        let permit = timeout(self.queue_timeout, self.permits.acquire()).await;
+        let turn = timeout(self.queue_timeout, self.turn(&attempt.reference)).await;
         drop(waiting);
-        let Ok(Ok(_permit)) = permit else { return Err(CallError::QueueFull(settings::section(&self.name))) };
-        let admitted = Admitted::new(self)?;
+        let Ok(turn) = turn else { return Err(CallError::QueueFull(settings::section(&self.name))) };
+        let (_permit, admitted) = turn?;
         // Each step of a call is bounded; this is the bound of them all.
         let answer = timeout(self.longest_call, protocol::answer(&self.protocol, call, attempt)).await;
         let answer = answer.unwrap_or(Err(CallError::TimedOut(self.longest_call)));
         admitted.settle(answer.as_ref().err());
         answer
+    }
+
+    /// Waits until this call may be made. While another tests the provider, for what that finds out.
+    async fn turn(&self, reference: &str) -> Result<(Option<SemaphorePermit<'_>>, Admitted<'_, P>), CallError> {
+        loop {
+            let mut tested = pin!(self.tested.notified());
+            tested.as_mut().enable();
+            // Before the queue: while the breaker is open, no call is to wait for its turn only to be refused.
+            let refusal = self.health().breaker.refuses(reference, now());
+            if let Some(Refusal::Open(pause)) = refusal {
+                return Err(self.health().circuit_open(pause));
+            }
+            if refusal.is_none() {
+                // An error would be that the semaphore is closed, which nothing does.
+                let permit = self.permits.acquire().await.ok();
+                let admission = self.health().breaker.admit(reference, now());
+                match admission {
+                    Ok(admission) => return Ok((permit, Admitted { provider: self, admission: Some(admission) })),
+                    Err(Refusal::Open(pause)) => return Err(self.health().circuit_open(pause)),
+                    Err(Refusal::Testing) => {}
+                }
+            }
+            tested.await;
+        }
     }
 
     fn health(&self) -> MutexGuard<'_, Health> {
@@ -139,13 +161,7 @@ struct Admitted<'a, P: Protocol> {
     admission: Option<Admission>,
 }
 
-impl<'a, P: Protocol> Admitted<'a, P> {
-    fn new(provider: &'a LimitedProvider<P>) -> Result<Self, CallError> {
-        let mut health = provider.health();
-        let admission = health.breaker.admit(now()).map_err(|pause| health.circuit_open(pause))?;
-        Ok(Self { provider, admission: Some(admission) })
-    }
-
+impl<P: Protocol> Admitted<'_, P> {
     fn settle(mut self, error: Option<&CallError>) {
         let result = error.map_or(CallResult::Answered, CallError::as_result);
         if let (CallResult::Failed(_), Some(error)) = (result, error) {
@@ -157,6 +173,7 @@ impl<'a, P: Protocol> Admitted<'a, P> {
     fn report(&mut self, result: CallResult) {
         if let Some(admission) = self.admission.take() {
             self.provider.health().breaker.settle(admission, result, now());
+            self.provider.tested.notify_waiters();
         }
     }
 }
