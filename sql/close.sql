@@ -1,4 +1,5 @@
--- Closes the requested orders that are unpaid and due, and returns for each order what it found.
+-- Closes the requested orders that are unpaid and due, and returns for each order what it found. An order with an attempt
+-- to pay that may bring money is claimed instead: its provider is asked before it is closed.
 --
 --   $1 ids  text[]  order ids as in the messages
 --   $2 path text    which path closes them: alarm | look_ahead | sweep | manual
@@ -7,7 +8,8 @@
 --
 --   order_id text, outcome text, deadline timestamptz
 --   An order without a deadline (NULL) is never due: not_due.
---   outcome: closed | paid | already_closed | closing | not_due | busy | malformed; no row: the order does not exist.
+--   outcome: closed | claimed (now) | closing (claimed before) | paid | already_closed | not_due | busy | malformed; no row: the
+--   order does not exist.
 --
 -- One statement is one transaction: status, stock, resources (coupons, points), part payments, history and event are
 -- committed together or not at all.
@@ -40,8 +42,15 @@ moment AS MATERIALIZED (
     -- begun before the deadline.
     SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM locked) >= 0
 ),
-due AS MATERIALIZED (
+overdue AS MATERIALIZED (
     SELECT l.id FROM locked l WHERE l.status = 'unpaid' AND l.expires_at <= (SELECT m.now FROM moment m)
+),
+to_ask_about AS MATERIALIZED (
+    -- Whatever this worker's settings are: one that cannot ask leaves the order to one that can.
+    SELECT q.order_id, q.provider FROM orders_to_ask_about(ARRAY(SELECT o.id FROM overdue o)) q
+),
+due AS MATERIALIZED (
+    SELECT o.id FROM overdue o WHERE o.id NOT IN (SELECT q.order_id FROM to_ask_about q)
 ),
 items AS MATERIALIZED (
     SELECT i.order_id, i.article_id, i.quantity
@@ -112,6 +121,33 @@ event AS (
     FROM closed c
     RETURNING 1
 ),
+claimed AS (
+    -- `closing`: a payment that locks the row sees that and can refuse. It keeps its stock.
+    UPDATE orders o
+    SET status = 'closing'
+    WHERE o.id = ANY (ARRAY(SELECT q.order_id FROM to_ask_about q)) AND o.status::text = 'unpaid'
+    RETURNING o.id
+),
+waiting AS (
+    -- No worker has the order yet: those with its provider take it over (sql/resume_closing.sql).
+    INSERT INTO close_attempts (kind, order_id, claimed_by, who, why, queue, next_attempt_at)
+    SELECT 'order', q.order_id::text, $2::text,
+           -- For the history of the close.
+           (SELECT nullif(current_setting('order_timeout.who', true), '')),
+           (SELECT nullif(current_setting('order_timeout.why', true), '')),
+           q.provider, (SELECT m.now FROM moment m)
+    FROM to_ask_about q
+    WHERE q.order_id IN (SELECT c.id FROM claimed c)
+    -- In one order, because a row of an earlier claim may be locked.
+    ORDER BY q.order_id
+    -- A person has made the order unpaid again: this is a new claim.
+    ON CONFLICT (kind, order_id) DO UPDATE
+        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,
+            claimed_at = excluded.claimed_at, queue = excluded.queue,
+            step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,
+            next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,
+            unresolved_reason = NULL, unresolved_at = NULL
+),
 part_payments AS MATERIALIZED (
     -- Money that paid a part of an order becomes late money. Called for such orders alone: the others cost nothing.
     SELECT release_part_payments(c.id) FROM closed c WHERE c.received_minor IS NOT NULL
@@ -153,6 +189,7 @@ SELECT a.text_id AS order_id,
            WHEN a.id IS NULL THEN 'malformed'
            -- IN, not a join: the planner estimates one row and would use a nested loop over all pairs of orders.
            WHEN a.id IN (SELECT c.id FROM closed c) THEN 'closed'
+           WHEN a.id IN (SELECT c.id FROM claimed c) THEN 'claimed'
            WHEN l.id IS NULL THEN 'busy'
            WHEN l.status = 'paid' THEN 'paid'
            WHEN l.status = 'closed' THEN 'already_closed'

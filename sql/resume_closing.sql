@@ -1,40 +1,40 @@
 -- Takes over claimed orders whose time has come: for the first time, after a pause, or because the worker that had them
--- is gone and its lease is over.
+-- is gone and its lease is over. Renews the leases of orders that this worker goes on with.
 --
---   $1 kind      text
---   $2 lease     float8    seconds until another worker may take them over
---   $3 per_queue bigint    the most orders from one provider's queue
---   $4 queues    text[]    queues of which fewer can be taken
---   $5 limits    bigint[]  how many of each
+--   $1 kind    text
+--   $2 lease   float8    seconds until another worker may take them over
+--   $3 queues  text[]    the queues that this worker serves and has room for; other orders are left to other workers
+--   $4 limits  bigint[]  how many orders of each
+--   $5 ids text[], $6 leases bigint[]  the orders whose leases are renewed
 --
 --   order_id text, lease bigint, queue text, rounds integer, has_waited boolean, was_judged boolean,
 --   provider text, reference text, amount_minor bigint, currency text, state text, payable_until timestamptz
 --   One row for each attempt that is not decided; an order without any has one row with NULLs.
-WITH RECURSIVE queues (name) AS (
-    -- The names of all queues, one index lookup for each: also of those whose provider is in no settings any more.
-    (SELECT c.queue FROM close_attempts c
-     WHERE c.kind = $1::text AND c.unresolved_at IS NULL ORDER BY c.queue LIMIT 1)
-    UNION ALL
-    SELECT (SELECT c.queue FROM close_attempts c
-            WHERE c.kind = $1::text AND c.unresolved_at IS NULL AND c.queue > q.name ORDER BY c.queue LIMIT 1)
-    FROM queues q
-    WHERE q.name IS NOT NULL
-),
-free AS (
-    SELECT q.name, coalesce(l.free, $3::bigint) AS free
-    FROM queues q
-    LEFT JOIN unnest($4::text[], $5::bigint[]) AS l (name, free) ON l.name = q.name
-    WHERE q.name IS NOT NULL
+WITH renewed AS (
+    -- kind || '': so that the primary key is used and not the index of what is due.
+    UPDATE close_attempts c
+    SET next_attempt_at = clock_timestamp() + make_interval(secs => $2::float8)
+    WHERE c.kind || '' = $1::text
+      AND c.order_id = ANY (ARRAY(
+          -- In one order, so that two sessions cannot deadlock.
+          SELECT r.order_id FROM close_attempts r
+          WHERE r.kind || '' = $1::text AND r.order_id = ANY ($5::text[])
+            AND ((r.order_id, r.lease) IN (SELECT * FROM unnest($5::text[], $6::bigint[]))) IS TRUE
+            AND (r.unresolved_at IS NULL) IS TRUE
+          ORDER BY r.order_id
+          FOR NO KEY UPDATE SKIP LOCKED))
 ),
 due AS MATERIALIZED (
     SELECT d.order_id
-    FROM free f
+    FROM unnest($3::text[], $4::bigint[]) AS f (queue, free)
     CROSS JOIN LATERAL (
         SELECT c.order_id
         FROM close_attempts c
-        WHERE c.kind = $1::text AND c.queue = f.name AND c.unresolved_at IS NULL
+        WHERE c.kind = $1::text AND c.queue = f.queue AND c.unresolved_at IS NULL
           -- statement_timestamp(), so that it can bound the index scan.
           AND c.next_attempt_at <= statement_timestamp()
+          -- Renewed above, and not seen by this snapshot.
+          AND c.order_id <> ALL ($5::text[])
         ORDER BY c.next_attempt_at, c.order_id
         LIMIT f.free
         -- So that one worker works on one order. SKIP LOCKED: what another session has at this moment is not due.
@@ -45,7 +45,6 @@ leased AS (
     UPDATE close_attempts c
     -- 64 random bits: a lease is compared with another of the same order only.
     SET lease = hashtextextended(gen_random_uuid()::text, 0), next_attempt_at = clock_timestamp() + make_interval(secs => $2::float8)
-    -- kind || '': so that the primary key is used and not the index of what is due.
     WHERE c.kind || '' = $1::text AND c.order_id = ANY (ARRAY(SELECT d.order_id FROM due d))
     RETURNING c.order_id, c.lease, c.queue, c.rounds, c.has_waited, c.step <> 'claimed' AS was_judged
 )

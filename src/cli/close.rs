@@ -13,12 +13,13 @@ use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
-use crate::operations::close_orders::{EachClosed, close_each, close_each_unless_paused, close_many, closer};
-use crate::operations::orders_statements;
+use crate::effects::close::Closer;
+use crate::operations::close_orders::{EachClosed, close_each, close_each_unless_paused, close_many};
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
 use crate::operations::pause_closing::{self, PauseError};
 use crate::operations::preview::Preview;
+use crate::operations::{orders_statements, unresolved};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, Database};
 
@@ -70,23 +71,27 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
 
 async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
-    let database = Database::connect(&settings.database, 1).await?;
+    // The closer keeps one.
+    let database = Database::connect(&settings.database, 2).await?;
     postgres::require_migrated(&database).await?;
     refuse_while_paused(&database, args).await?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
-    let closer = closer(settings, &args.of.kind, WarmConnections::new(database), statements.close).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let operator = args.operator.operator(Uuid::now_v7());
     let EachClosed { findings, tried, paused } = match args.although_paused {
         true => EachClosed { findings: close_each(&closer, &ids, &operator).await, tried: ids.len(), paused: None },
         false => close_each_unless_paused(&closer, &ids, &operator, &args.of.kind).await,
     };
-    let claims = !settings.providers_of(&args.of.kind).is_empty();
     let mut output = CommandOutcome::default();
     let mut all_settled = true;
     for id in &ids[..tried] {
-        let (word, why, settled) = describe(id, &findings);
-        // Claimed: a worker asks the provider, and then closes it or settles it as paid.
-        all_settled &= settled || [Outcome::Claimed, Outcome::Closing].iter().any(|one| claims && word == one.as_str());
+        let (word, mut why, mut settled) = describe(id, &findings);
+        if [Outcome::Claimed, Outcome::Closing].iter().any(|one| word == one.as_str()) {
+            let progress = unresolved::progress(closer.connections().database(), id).await;
+            let progress = progress.map_err(|error| unresolved::unavailable(&error))?;
+            (why, settled) = (Some(progress.why), progress.goes_on);
+        }
+        all_settled &= settled;
         match why {
             Some(why) if args.json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
             None if args.json => output.line(json!({ "order_id": id, "outcome": word })),
@@ -147,7 +152,7 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
     }
     bulk.ask()?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
-    let closer = closer(settings, &args.of.kind, WarmConnections::new(database), statements.close).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
     let unless_paused = (!args.although_paused).then_some(&args.of.kind);
     let work = close_many(&closer, &overdue, &operator, bulk.rate(), unless_paused, &stop, bulk.shows_progress());

@@ -1,7 +1,7 @@
-//! `order-timeout closing list | retry`: orders that a payment provider's answers could not decide.
+//! `order-timeout closing list | retry | settle`: orders that a payment provider's answers could not decide.
 
 use anyhow::bail;
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use order_timeout_core::order::OrderId;
 use serde_json::json;
 use uuid::Uuid;
@@ -9,7 +9,7 @@ use uuid::Uuid;
 use crate::cli::CommandOutcome;
 use crate::cli::operator::OperatorArgs;
 use crate::config::Settings;
-use crate::operations::unresolved::{self, UnresolvedPage, Which};
+use crate::operations::unresolved::{self, Decision, UnresolvedPage, Which};
 use crate::postgres::{self, Database};
 
 /// What to do with orders that are being closed.
@@ -19,6 +19,8 @@ pub enum ClosingCommand {
     List(ListArgs),
     /// Have their providers asked again, as if they had just fallen due
     Retry(RetryArgs),
+    /// End one as closed or as paid, as you have found out at its provider
+    Settle(SettleArgs),
 }
 
 /// Arguments of `closing list`.
@@ -50,6 +52,28 @@ pub struct RetryArgs {
     json: bool,
 }
 
+/// Arguments of `closing settle`.
+#[derive(Debug, Args)]
+pub struct SettleArgs {
+    /// The order that `closing list` shows
+    #[arg(value_name = "ID")]
+    id: String,
+    /// closed: no attempt was paid, and none can be paid any more; paid: its provider has the money
+    #[arg(long = "as", value_name = "END")]
+    end: End,
+    /// With --as paid: the attempt that was paid, if there are several
+    #[arg(long, value_name = "REFERENCE")]
+    reference: Option<String>,
+    #[command(flatten)]
+    operator: OperatorArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum End {
+    Closed,
+    Paid,
+}
+
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct Given {
@@ -69,6 +93,7 @@ pub async fn run(command: ClosingCommand, settings: Settings) -> anyhow::Result<
     match command {
         ClosingCommand::List(args) => list(&database, &args).await,
         ClosingCommand::Retry(args) => retry(&database, &args).await,
+        ClosingCommand::Settle(args) => settle(&database, &args).await,
     }
 }
 
@@ -87,6 +112,24 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOut
             output.line(format!("{}: {} since {}: {answers}", order.order_id, order.reason, order.unresolved_at));
         }
     }
+    Ok(output)
+}
+
+async fn settle(database: &Database, args: &SettleArgs) -> anyhow::Result<CommandOutcome> {
+    let id = OrderId::new(&args.id)?;
+    let reference = args.reference.as_deref();
+    let (decision, word) = match args.end {
+        End::Closed if reference.is_some() => bail!("--reference is for --as paid; leave it out"),
+        End::Closed => (Decision::Closed, "closed"),
+        End::Paid => (Decision::Paid { reference }, "paid"),
+    };
+    let operator = args.operator.operator(Uuid::now_v7());
+    if operator.why.is_none() {
+        bail!("say why with --why, for the history of the order");
+    }
+    unresolved::decide(database, &id, decision, &operator).await?;
+    let mut output = CommandOutcome::default();
+    output.line(format!("{id}: {word}"));
     Ok(output)
 }
 

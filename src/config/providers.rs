@@ -2,12 +2,14 @@
 //!
 //! Reads and checks settings alone; keys are read from their files when the worker starts.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use order_timeout_core::InvalidSetting;
 use order_timeout_core::engine::ClosingPolicy;
 use order_timeout_core::kind::Kind;
 use order_timeout_providers::ProvidersSettings;
+use order_timeout_providers::settings::LimitsSettings;
 
 use super::kinds::{Fault, KindSettings, OrdersOf};
 use super::{Settings, SettingsError};
@@ -19,8 +21,15 @@ const MOST_ORDERS_OF_PROVIDER: u64 = 10_000;
 const REQUESTS_OF_ORDER: u64 = 4;
 /// How often a worker looks for orders that another one has left.
 const RESUME_EVERY: Duration = Duration::from_secs(1);
-/// Added to a lease, which must outlast the calls and the statement behind them.
-const LEASE_MARGIN: Duration = Duration::from_secs(5);
+/// A lease is renewed when a third is over, so it need not outlast the calls. What a worker leaves that was killed waits for so
+/// long, and for a look.
+const LEASE: Duration = Duration::from_secs(20);
+
+/// So many that a call of the last of them gets its turn within `queue_timeout`.
+fn orders_of_provider(limits: &LimitsSettings) -> usize {
+    let orders = u64::from(limits.requests_per_s) * limits.queue_timeout.as_millis() as u64 / 1_000 / REQUESTS_OF_ORDER;
+    usize::try_from(orders.clamp(1, MOST_ORDERS_OF_PROVIDER)).unwrap_or(usize::MAX)
+}
 
 impl Settings {
     /// The names of the providers that are asked before an order of this kind is closed; none if it is closed at once.
@@ -47,17 +56,15 @@ impl Settings {
     #[must_use]
     pub fn closing_policy(&self, kind: &Kind) -> Option<ClosingPolicy> {
         let providers = self.provider_settings_of(kind);
-        let limits = || providers.0.values().map(order_timeout_providers::ProviderSettings::limits);
-        let longest_call = limits().map(|limits| limits.queue_timeout + limits.longest_call()).max()?;
-        // So that a call of the last of them gets its turn within queue_timeout.
-        let orders = limits().map(|limits| {
-            u64::from(limits.requests_per_s) * limits.queue_timeout.as_millis() as u64 / 1_000 / REQUESTS_OF_ORDER
-        });
-        let orders = orders.min()?.clamp(1, MOST_ORDERS_OF_PROVIDER);
-        let statement = self.database.acquire_timeout + self.database.statement_timeout;
+        if providers.0.is_empty() {
+            return None;
+        }
+        let mut queues: BTreeMap<String, usize> =
+            providers.0.iter().map(|(name, settings)| (name.clone(), orders_of_provider(settings.limits()))).collect();
+        queues.insert(String::new(), self.worker.batch_size);
         Some(ClosingPolicy {
-            orders_per_provider: usize::try_from(orders).unwrap_or(usize::MAX),
-            lease: longest_call * 2 + statement * 2 + LEASE_MARGIN,
+            queues,
+            lease: LEASE,
             resume_every: RESUME_EVERY,
             in_progress_wait: self.closing.in_progress_wait,
             retry_first: self.closing.retry_first,
@@ -103,5 +110,42 @@ impl Settings {
                 "is only for orders in the default tables; for a table of your own, ask the provider in a service of yours and leave it out".into(),
             )),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use order_timeout_providers::settings::{HttpSettings, ProviderSettings};
+
+    use super::*;
+
+    fn policy(limits: &[(&str, LimitsSettings)]) -> ClosingPolicy {
+        let mut settings = Settings::defaults();
+        for (name, limits) in limits {
+            let http = HttpSettings {
+                url: "http://127.0.0.1:1".into(),
+                bearer_token_file: None,
+                hmac_key_file: None,
+                ca_file: None,
+                limits: limits.clone(),
+            };
+            settings.providers.0.insert((*name).to_owned(), ProviderSettings::Http(http));
+            settings.kinds.entry(Kind::ORDER).or_default().providers.push((*name).to_owned());
+        }
+        settings.closing_policy(&Kind::ORDER).unwrap()
+    }
+
+    #[test]
+    fn limits_of_one_provider_leave_others() {
+        let slow = LimitsSettings {
+            requests_per_s: 1,
+            queue_timeout: Duration::from_secs(3_600),
+            ..LimitsSettings::default()
+        };
+        let card = || ("card", LimitsSettings::default());
+        let (alone, both) = (policy(&[card()]), policy(&[card(), ("bank", slow)]));
+        assert_eq!((alone.queues["card"], both.queues["card"]), (150, 150));
+        assert_eq!((alone.lease, both.lease), (LEASE, LEASE));
+        assert!(LEASE <= Duration::from_secs(25), "another worker goes on within 30 s");
     }
 }

@@ -32,13 +32,6 @@ const CONTRACT: Contract = Contract {
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("outcome", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
 };
 
-/// The claim statement for our own schema.
-pub const CLAIM_SQL: &str = include_str!("../../sql/claim.sql");
-
-/// As of a close: the same parameters and columns, and the outcome `claimed` in the place of `closed`.
-const CLAIM_CONTRACT: Contract =
-    Contract { setting: "orders.claim_sql", default: ("sql/claim.sql", CLAIM_SQL), ..CONTRACT };
-
 /// Orders closed by one statement over an encrypted connection: their ids, of 36 characters and four bytes each, fit
 /// into one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): a second record
 /// may wait for the first to be acknowledged, over loopback 40 ms.
@@ -53,8 +46,6 @@ const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 pub struct Closer {
     connections: WarmConnections,
     statement: ContractStatement,
-    /// Reads the outcome's word.
-    read: fn(&str) -> Option<Outcome>,
     /// Results outside the contract that were not taken yet.
     odd: Arc<Mutex<Vec<OddAnswer>>>,
 }
@@ -68,29 +59,8 @@ impl Closer {
         connections: WarmConnections,
         source: impl Into<StatementSource>,
     ) -> Result<Self, DatabaseError> {
-        Self::prepare_as(&CONTRACT, Outcome::from_contract, connections, source.into()).await
-    }
-
-    /// Prepares the claim statement instead: what is "closed" by it is claimed for the closing protocol with a payment
-    /// provider.
-    ///
-    /// # Errors
-    /// As of [`Self::prepare`].
-    pub async fn prepare_claim(
-        connections: WarmConnections,
-        source: impl Into<StatementSource>,
-    ) -> Result<Self, DatabaseError> {
-        Self::prepare_as(&CLAIM_CONTRACT, Outcome::from_claim, connections, source.into()).await
-    }
-
-    async fn prepare_as(
-        contract: &Contract,
-        read: fn(&str) -> Option<Outcome>,
-        connections: WarmConnections,
-        source: StatementSource,
-    ) -> Result<Self, DatabaseError> {
-        let statement = ContractStatement::load(connections.database(), contract, &source).await?;
-        Ok(Self { connections, statement, read, odd: Arc::default() })
+        let statement = ContractStatement::load(connections.database(), &CONTRACT, &source.into()).await?;
+        Ok(Self { connections, statement, odd: Arc::default() })
     }
 
     /// The most orders that one statement can close without an extra network delay on the current connections.
@@ -176,7 +146,7 @@ impl Closer {
     ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
         match answers {
             Ok(answers) => {
-                let (findings, odd) = gather(ids, answers, self.read);
+                let (findings, odd) = gather(ids, answers);
                 self.odd.lock().expect("no holder panics").extend(odd);
                 Ok(findings)
             }
@@ -345,18 +315,14 @@ fn read_row(row: &PgRow) -> Result<ResultRow, sqlx::Error> {
 }
 
 /// The outcome of each requested order, and one result outside the contract, if there is one.
-fn gather(
-    ids: &[OrderId],
-    answers: Vec<ResultRow>,
-    read: fn(&str) -> Option<Outcome>,
-) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
+fn gather(ids: &[OrderId], answers: Vec<ResultRow>) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
     let (mut findings, mut odd) = (HashMap::with_capacity(answers.len()), None);
     for ResultRow { order_id, word, deadline } in answers {
         let Ok(order_id) = OrderId::new(&order_id) else {
             odd = Some(OddAnswer::NotAsked { order_id });
             continue;
         };
-        let finding = match word.as_deref().and_then(read) {
+        let finding = match word.as_deref().and_then(Outcome::from_contract) {
             Some(outcome) => Ok(CloseOutcome { outcome, deadline }),
             None => {
                 let fault = OddAnswer::Word { order_id: order_id.clone(), word };
@@ -400,7 +366,7 @@ mod tests {
             word: word.map(str::to_owned),
             deadline: None,
         });
-        gather(&[id("1"), id("2")], answers.collect(), Outcome::from_contract)
+        gather(&[id("1"), id("2")], answers.collect())
     }
 
     #[test]
@@ -413,7 +379,7 @@ mod tests {
 
     #[test]
     fn unknown_outcomes_are_reported() {
-        for word in [Some("expired"), Some("claimed"), None] {
+        for word in [Some("expired"), None] {
             let (findings, odd) = gathered(&[("1", word), ("2", Some("closed"))]);
             assert_eq!(odd, Some(OddAnswer::Word { order_id: id("1"), word: word.map(str::to_owned) }));
             assert!(findings[&id("1")].is_err() && findings[&id("2")].is_ok());

@@ -39,7 +39,7 @@ use rearm::{Rearmer, Written};
 /// What the effects need, and the channel for their results.
 pub(crate) struct Effects {
     orders: Orders,
-    /// `None` if no payment provider is asked: then the orders are closed, and otherwise claimed.
+    /// `None` if this worker asks no payment provider: orders that it claims are left to other workers.
     closing: Option<ClosingEffects>,
     /// Ends calls to providers, whose answers nothing waits for any more.
     calls_end: CancellationToken,
@@ -53,7 +53,7 @@ pub(crate) struct Effects {
 }
 
 impl Effects {
-    /// `closing`: for a kind of which a payment provider is asked; its closer claims.
+    /// `closing`: for a kind of which a payment provider is asked.
     pub fn new(
         orders: Orders,
         closing: Option<ClosingEffects>,
@@ -83,7 +83,7 @@ impl Effects {
         self.orders.take_odd_answers()
     }
 
-    /// Closes the batch, or claims it if a provider is asked.
+    /// Closes the batch, or claims the orders in it of which a provider must be asked.
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
         let (orders, recorder, inputs) = (self.orders.clone(), self.recorder.clone(), self.inputs.clone());
         let close = async move {

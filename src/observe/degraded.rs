@@ -75,7 +75,7 @@ causes! {
     KindNotServed = "kind_not_served",
     /// Reminders cannot be announced.
     Reminders = "reminders",
-    /// A payment provider is not asked, because its last calls failed or too many wait.
+    /// A payment provider is not asked, because its last calls failed, too many wait, or no live worker has it.
     ProviderAway = "provider_away",
 }
 

@@ -11,27 +11,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::paced::{BatchError, BatchOutcomes, FAILED, Progress, Waits, in_batches};
 use super::pause_closing::{self, PauseError};
-use crate::config::Settings;
 use crate::effects::close::Closer;
-use crate::postgres::contract::StatementSource;
-use crate::postgres::warm_connections::WarmConnections;
-use crate::postgres::{DatabaseError, Operator};
-
-/// The closer for orders of this kind: it closes, or claims if a payment provider is asked before.
-///
-/// # Errors
-/// [`DatabaseError`] names the statement and the column.
-pub async fn closer(
-    settings: &Settings,
-    kind: &Kind,
-    connections: WarmConnections,
-    close: StatementSource,
-) -> Result<Closer, DatabaseError> {
-    match settings.providers_of(kind).is_empty() {
-        true => Closer::prepare(connections, close).await,
-        false => Closer::prepare_claim(connections, StatementSource::Default).await,
-    }
-}
+use crate::postgres::Operator;
 
 /// Closes these orders one by one: an order that cannot be closed does not prevent the others from being closed. An
 /// order without an entry does not exist.

@@ -13,7 +13,7 @@ use order_timeout_core::order::{
     CloseError, CloseResult, ClosedBy, Deadline, OrderId, Outcome, Overdue, SweepPage, SweepReach,
 };
 
-use super::{close_orders, first_backlog, orders_statements};
+use super::{first_backlog, orders_statements};
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
@@ -80,8 +80,6 @@ struct DryKind {
     closer: Closer,
     sweeper: Sweeper,
     orders: Adoptable,
-    /// Whether the closer claims, because a payment provider is asked first.
-    claims: bool,
     may_close: bool,
     /// `None` if it is off.
     brake: Option<DryBrake>,
@@ -127,13 +125,12 @@ impl DryKind {
     async fn prepare(settings: &Settings, database: &Database, kind: Kind) -> Result<Self, DatabaseError> {
         let statements = orders_statements::statements(database, settings, &kind).await?;
         let connections = WarmConnections::new(database.clone());
-        let closer = close_orders::closer(settings, &kind, connections, statements.close).await?;
+        let closer = Closer::prepare(connections, statements.close).await?;
         let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
         let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
-        let claims = !settings.providers_of(&kind).is_empty();
         let brake = settings.brake.bounds().map(|bounds| DryBrake::new(kind.clone(), bounds));
         let (may_close, reported) = (false, HashMap::new());
-        Ok(Self { kind, closer, sweeper, orders, claims, may_close, brake, reported, held: None })
+        Ok(Self { kind, closer, sweeper, orders, may_close, brake, reported, held: None })
     }
 
     async fn look(
@@ -237,9 +234,7 @@ impl DryKind {
         let would_not = |why: String| Some(Verdict::WouldNotClose { why });
         match answer {
             Some(Ok(found)) => match found.outcome {
-                Outcome::Closed if !self.claims => {
-                    Some(Verdict::WouldClose { reason: "it is unpaid, and its time is up" })
-                }
+                Outcome::Closed => Some(Verdict::WouldClose { reason: "it is unpaid, and its time is up" }),
                 Outcome::Claimed => Some(Verdict::WouldClose {
                     reason: "it is unpaid, and its time is up; if the payment provider says that it is not paid there",
                 }),

@@ -120,6 +120,12 @@ impl fmt::Display for OpenCause {
 fn fmt_claim(claim: &ClaimRow, pause: Option<&Pause>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let ClaimRow { step, rounds, next_attempt_at, unresolved_reason, unresolved_at, .. } = claim;
     let (provider, answers) = (claim.provider(), claim.answers());
+    if let (Some("no_provider"), Some(since)) = (unresolved_reason.as_deref(), unresolved_at) {
+        return write!(
+            f,
+            "it is unresolved since {since}: no live worker has its payment provider {provider} in its settings"
+        );
+    }
     if let (Some(reason), Some(since)) = (unresolved_reason, unresolved_at) {
         return write!(
             f,

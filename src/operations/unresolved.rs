@@ -1,15 +1,17 @@
-//! Orders that are being closed and that a payment provider's answers could not decide: lists them, and has them asked
-//! about again. What a person has found out outside is recorded elsewhere (`payment_received`, an update of the order).
+//! Orders that are being closed and that a payment provider's answers could not decide: lists them, has them asked
+//! about again, and ends one as an operator says, through the statements of a worker.
 //!
 //! Decides about no order.
 
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::engine::{AttemptKey, EndOutcome, Ending, Lease, PaidEnding, UnresolvedReason};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::OrderId;
 use serde::Serialize;
 use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, Row};
 
+use crate::effects::closing::{EndByHand, end_by_hand};
 use crate::postgres::{Database, DatabaseError, Operator, one_line};
 
 /// An order that waits for a person.
@@ -127,6 +129,23 @@ pub async fn waiting(database: &Database) -> Result<Vec<WaitingAtProvider>, sqlx
     rows.iter().map(read).collect()
 }
 
+/// Lists the orders that wait for a provider which no live worker has, and takes that back when one has it again. Returns why
+/// orders wait, if some do.
+///
+/// # Errors
+/// sqlx's.
+pub async fn without_provider(database: &Database) -> Result<Option<String>, sqlx::Error> {
+    let query = sqlx::query_as::<_, (String, i64)>(include_str!("../../sql/orders_without_provider.sql"));
+    let waiting = database.run(async |connection| query.fetch_all(connection).await).await?;
+    let sentences = waiting.iter().map(|(provider, orders)| {
+        format!(
+            "{orders} orders wait, with their stock reserved, because no live worker has their payment provider {provider}; \
+             add it to kinds.order.providers, with a table [providers.{provider}], in the settings of all workers"
+        )
+    });
+    Ok((!waiting.is_empty()).then(|| sentences.collect::<Vec<_>>().join("; ")))
+}
+
 /// How many orders wait for a person.
 ///
 /// # Errors
@@ -172,24 +191,194 @@ pub async fn retry(database: &Database, which: &Which<'_>, operator: &Operator) 
     database.run(async |connection| query.fetch_all(connection).await).await
 }
 
+/// How far the close of an order is that is `closing`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClosingProgress {
+    /// One sentence without its end.
+    pub why: String,
+    /// Whether workers go on with it.
+    pub goes_on: bool,
+}
+
+/// How far the close of this order is.
+///
+/// # Errors
+/// sqlx's.
+pub async fn progress(database: &Database, order_id: &OrderId) -> Result<ClosingProgress, sqlx::Error> {
+    let query = sqlx::query_as::<_, (String, Option<String>)>(
+        "SELECT queue, unresolved_reason FROM close_attempts WHERE kind = 'order' AND order_id = $1",
+    );
+    let query = query.bind(order_id.as_str());
+    let found = database.run(async |connection| query.fetch_optional(connection).await).await?;
+    Ok(match found {
+        None => ClosingProgress {
+            why: "no worker has claimed it: the shop decides whether it was paid".to_owned(),
+            goes_on: false,
+        },
+        Some((_, Some(reason))) => {
+            ClosingProgress { why: format!("it is unresolved ({reason}): {}", what_to_do(&reason)), goes_on: false }
+        }
+        Some((provider, None)) => ClosingProgress {
+            why: format!("{provider} is asked whether it was paid, and a worker closes it if it was not"),
+            goes_on: true,
+        },
+    })
+}
+
+/// What an operator has found out about an unresolved order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decision<'a> {
+    /// None of its attempts was paid, and none can be paid any more.
+    Closed,
+    /// The attempt with this reference was paid; `None`: the only one that may have been.
+    Paid {
+        /// What its provider knows it by.
+        reference: Option<&'a str>,
+    },
+}
+
+/// Why an order was not ended. It is as it was.
+#[derive(Debug, thiserror::Error)]
+pub enum DecisionError {
+    /// Nothing is to be decided.
+    #[error("order {0} is not unresolved; `order-timeout show {0}` says what it is")]
+    NotUnresolved(OrderId),
+    /// It is not known what was paid.
+    #[error(
+        "order {order_id} has {} that may have paid it ({}); name the one that did by its reference, or report the payment with payment_received",
+        match found.len() { 0 => "no attempt".to_owned(), count => format!("{count} attempts") },
+        found.join(", ")
+    )]
+    NoSuchAttempt {
+        /// The order.
+        order_id: OrderId,
+        /// References of its attempts.
+        found: Vec<String>,
+    },
+    /// The provider has received another amount than the attempt was to pay.
+    #[error(
+        "the provider has received another amount for order {0} than its attempt was to pay; report what it has received with payment_received, which pays the order if that is enough"
+    )]
+    AmountDiffers(OrderId),
+    /// The statement did not change it.
+    #[error("order {order_id} is as it was, because the statement finds {}; `order-timeout explain {order_id}` says more", outcome.as_str())]
+    Unchanged {
+        /// The order.
+        order_id: OrderId,
+        /// What the statement found.
+        outcome: EndOutcome,
+    },
+    /// The database failed.
+    #[error(transparent)]
+    Unavailable(#[from] DatabaseError),
+}
+
+impl From<sqlx::Error> for DecisionError {
+    fn from(error: sqlx::Error) -> Self {
+        Self::Unavailable(unavailable(&error))
+    }
+}
+
+/// Ends an unresolved order as closed or as paid, in one transaction, with the operator in its history.
+///
+/// # Errors
+/// [`DecisionError`]; nothing has changed then.
+pub async fn decide(
+    database: &Database,
+    order_id: &OrderId,
+    decision: Decision<'_>,
+    operator: &Operator,
+) -> Result<(), DecisionError> {
+    let decided = database.run(async |connection| {
+        let mut transaction = sqlx::Connection::begin(connection).await?;
+        let decided = decide_in(&mut transaction, order_id, decision, operator).await;
+        match decided {
+            Ok(Ok(())) => transaction.commit().await.map(Ok),
+            Ok(Err(why)) => transaction.rollback().await.map(|()| Err(why)),
+            Err(error) => Err(error),
+        }
+    });
+    decided.await?
+}
+
+async fn decide_in(
+    connection: &mut PgConnection,
+    order_id: &OrderId,
+    decision: Decision<'_>,
+    operator: &Operator,
+) -> Result<Result<(), DecisionError>, sqlx::Error> {
+    // The order's row first, as every payment does.
+    sqlx::query("SELECT FROM orders WHERE id = default_order_key($1) FOR NO KEY UPDATE")
+        .bind(order_id.as_str())
+        .execute(&mut *connection)
+        .await?;
+    let take = "UPDATE close_attempts c
+                SET step = 'claimed', unresolved_reason = NULL, unresolved_at = NULL, claimed_by = 'manual', who = $2, why = $3,
+                    lease = hashtextextended(gen_random_uuid()::text, 0)
+                FROM (SELECT u.order_id, u.unresolved_reason FROM close_attempts u
+                      WHERE u.kind = 'order' AND u.order_id = $1 AND u.unresolved_at IS NOT NULL FOR NO KEY UPDATE) AS before
+                WHERE c.kind = 'order' AND c.order_id = before.order_id
+                RETURNING c.lease, before.unresolved_reason";
+    let taken: Option<(i64, String)> = sqlx::query_as(take)
+        .bind(order_id.as_str())
+        .bind(&operator.who)
+        .bind(&operator.why)
+        .fetch_optional(&mut *connection)
+        .await?;
+    let Some((lease, reason)) = taken else { return Ok(Err(DecisionError::NotUnresolved(order_id.clone()))) };
+    let attempts: Vec<(String, String)> = sqlx::query_as(
+        "SELECT provider, reference FROM payment_attempts
+         WHERE order_id = $1 AND state IN ('open', 'paid') ORDER BY created_at, provider, reference",
+    )
+    .bind(order_id.as_str())
+    .fetch_all(&mut *connection)
+    .await?;
+    let attempts: Vec<AttemptKey> =
+        attempts.into_iter().map(|(provider, reference)| AttemptKey { provider, reference }).collect();
+    let Operator { who, why, .. } = operator;
+    let answers = format!("decided by {who}: {}", why.as_deref().unwrap_or("no reason given"));
+    let ending = Ending { order_id: order_id.clone(), lease: Lease(lease), closed: Vec::new(), answers };
+    let (end, wanted) = match decision {
+        Decision::Closed => (EndByHand::Close(Ending { closed: attempts, ..ending }), EndOutcome::Closed),
+        Decision::Paid { .. } if reason == UnresolvedReason::AmountDiffers.as_str() => {
+            return Ok(Err(DecisionError::AmountDiffers(order_id.clone())));
+        }
+        Decision::Paid { reference } => {
+            let is_named = |attempt: &&AttemptKey| reference.is_none_or(|reference| attempt.reference == reference);
+            let [paid] = &attempts.iter().filter(is_named).collect::<Vec<_>>()[..] else {
+                let found = attempts.into_iter().map(|attempt| attempt.reference).collect();
+                return Ok(Err(DecisionError::NoSuchAttempt { order_id: order_id.clone(), found }));
+            };
+            let paid = vec![(*paid).clone()];
+            let paid = PaidEnding { ending, paid, differing: Vec::new(), refunded: Vec::new() };
+            (EndByHand::SettlePaid(paid), EndOutcome::Settled)
+        }
+    };
+    let outcome = end_by_hand(connection, &end).await?;
+    Ok(if outcome == wanted { Ok(()) } else { Err(DecisionError::Unchanged { order_id: order_id.clone(), outcome }) })
+}
+
 /// What a person does about an order that is unresolved for this reason. One sentence without its end.
 #[must_use]
 pub fn what_to_do(reason: &str) -> &'static str {
     match reason {
         "amount_differs" => {
-            "compare what the provider has received with what the order costs; report it with payment_received, or give the money back there, and ask again"
+            "compare what the provider has received with what the order costs; report it with payment_received, or give the money back there and close it: `order-timeout closing settle ID --as closed`"
         }
         "refunded" | "paid_after_close" => {
-            "find out at the provider whether the customer still wants the order, then pay or close it yourself"
+            "find out at the provider whether the customer still wants the order, then decide: `order-timeout closing settle ID --as closed` or `--as paid`"
         }
         "recorded_paid" => {
             "find out why the shop has recorded a payment that the provider does not know, correct the record, and ask again"
         }
         "no_answer" => {
-            "check that the provider answers and that its settings are right, then ask again: `order-timeout closing retry ID`"
+            "check that the provider answers and that its settings are right, then ask again: `order-timeout closing retry ID`; or look there yourself, and decide: `order-timeout closing settle ID --as closed` or `--as paid`"
+        }
+        "no_provider" => {
+            "add the provider of its attempt to kinds.order.providers, with a table in providers, in the settings of all workers; it is asked then by itself"
         }
         "refused" => "remove the constraint or trigger that refuses the order's change, then ask again",
-        "no_deadline" => "give the order a deadline again, or pay or close it yourself",
+        "no_deadline" => "give the order a deadline again, and ask again",
         _ => "look at the answers, and ask again: `order-timeout closing retry ID`",
     }
 }

@@ -9,9 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use order_timeout_core::clock::ClockSample;
+use sqlx::Postgres;
+use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgConnection;
 
-use super::{Database, ErrorClass, Lease, classify, clock};
+use super::{Database, ErrorClass, classify, clock};
 
 /// How long an unused connection is assumed to be alive. The clock is read each second, on each connection in turn, and
 /// there are fewer connections than that (`worker.closers`).
@@ -28,7 +30,7 @@ pub struct WarmConnections {
 
 #[derive(Debug)]
 struct WarmConnection {
-    connection: Lease,
+    connection: PoolConnection<Postgres>,
     /// When it was taken from the pool.
     since: Instant,
     /// When it was last used successfully.
@@ -38,7 +40,7 @@ struct WarmConnection {
 }
 
 impl WarmConnection {
-    fn new(connection: Lease) -> Self {
+    fn new(connection: PoolConnection<Postgres>) -> Self {
         let now = Instant::now();
         Self { connection, since: now, used: now, planned: false }
     }
@@ -58,7 +60,7 @@ impl WarmConnection {
     /// Discards it without a ping: a pool pings a returned connection, waits forever for the answer, and opens no new
     /// connection in the meantime.
     fn discard(self) {
-        self.connection.discard();
+        drop(self.connection.detach());
     }
 }
 
@@ -132,7 +134,8 @@ impl WarmConnections {
     /// Whether fewer connections are kept than the pool allows.
     #[must_use]
     pub fn lacks_some(&self) -> bool {
-        self.database.has_spare_connection()
+        let pool = self.database.pool();
+        pool.num_idle() > 0 || pool.size() < pool.options().get_max_connections()
     }
 
     /// Runs the usual work on a connection that has not planned its statement.

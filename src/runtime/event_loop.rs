@@ -227,7 +227,7 @@ impl EventLoop {
         let were_any = !actions.is_empty();
         for action in actions {
             match action {
-                Action::Close(batch) | Action::Claim(batch) => self.effects.close(batch, self.clock),
+                Action::Close(batch) => self.effects.close(batch, self.clock),
                 Action::Closing(action) => self.effects.closing(action, self.clock),
                 // As above; then nothing is closed any more.
                 Action::PauseClosing(trip) => drop(self.outputs.closing_reports.send(ClosingReport::Trip(trip))),

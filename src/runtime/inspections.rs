@@ -46,6 +46,8 @@ pub(super) struct Inspections {
 struct CatalogInspection {
     database: Database,
     schema: Schema,
+    /// Whether it finds the orders that wait for a provider which no live worker has.
+    closes_default_orders: bool,
     give_way: GiveWay,
     recorder: Recorder,
 }
@@ -89,6 +91,7 @@ impl Inspections {
         Self {
             catalog: CatalogInspection {
                 database,
+                closes_default_orders: settings.served_kinds().iter().any(|kind| settings.has_default_orders(kind)),
                 schema: if settings.asks_providers() {
                     Schema::new(settings).with_provider()
                 } else {
@@ -137,6 +140,12 @@ impl CatalogInspection {
                 found.iter().for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
             }
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+        }
+        if self.closes_default_orders {
+            match unresolved::without_provider(&self.database).await {
+                Ok(why) => self.recorder.degraded(Cause::ProviderAway, why.as_deref()),
+                Err(error) => debug!(error = one_line(&error), "the providers of claimed orders could not be checked"),
+            }
         }
         // Also where no provider is asked any more: the orders that were asked about before still wait.
         let unresolved = unresolved::count(&self.database).await;

@@ -30,6 +30,7 @@ use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::brake::Brake;
+use crate::effects::close::Closer;
 use crate::effects::closing::{ClosingEffects, ConfiguredProviders};
 use crate::effects::closing_watch::ClosingWatch;
 use crate::effects::due_count::DueCounter;
@@ -43,7 +44,7 @@ use crate::give_way::{BusyKinds, GiveWay};
 use crate::handler::{ErasedHandler, Handlers};
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::KindRecorder;
-use crate::operations::{close_orders, first_backlog, orders_statements};
+use crate::operations::{first_backlog, orders_statements};
 use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
@@ -57,7 +58,7 @@ const SWEEP_PAGE: usize = 1_000;
 pub(super) struct KindWorker {
     kind: Kind,
     policy: Policy,
-    /// Closes, or claims if a payment provider is asked.
+    /// Closes, or claims orders of which a payment provider must be asked.
     orders: Orders,
     closing: Option<(ClosingPolicy, ClosingEffects)>,
     clock: DatabaseClock,
@@ -409,7 +410,7 @@ async fn by_statements(settings: &Settings, kind: &Kind, database: &Database) ->
     // And one for reading the clock while all closers are busy.
     let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
     let statements = orders_statements::statements(database, settings, kind).await?;
-    let closer = close_orders::closer(settings, kind, WarmConnections::new(closing), statements.close).await?;
+    let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
     let most_at_once = closer.most_at_once().await;
     let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
     let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);

@@ -10,10 +10,12 @@ mod money;
 use std::sync::Arc;
 use std::time::Duration;
 
+use order_timeout::effects::closing::ClosingEffects;
 use order_timeout::observe::inspect::schema::Schema;
 use order_timeout::observe::inspect::sentence;
 use order_timeout::postgres::Database;
-use order_timeout_core::engine::{CallKind, ClosingPolicy};
+use order_timeout_core::engine::{CallKind, ClosingAction, ClosingInput, ClosingPolicy, Lease, ResumePage};
+use order_timeout_core::order::OrderId;
 use order_timeout_core::payment::{Answer, Currency, Money, Unknown};
 use order_timeout_testkit::{Order, TestEnv, wait_for};
 
@@ -54,6 +56,15 @@ async fn order_with_attempt(env: &TestEnv, reference: &str) -> Order {
     let order = env.order(Duration::ZERO).await;
     begin_attempt(env, &order, reference).await;
     order
+}
+
+/// An attempt for each of these orders, which can never be paid any more.
+async fn begin_closed_attempts(env: &TestEnv, orders: &[Order], provider: &Provider) {
+    for order in orders {
+        let reference = format!("pi_{}", order.id);
+        begin_attempt(env, order, &reference).await;
+        provider.always(&reference, &Answer::Closed);
+    }
 }
 
 /// Orders that have not ended, and claims that are left.
@@ -143,6 +154,9 @@ fn order_without_attempts_is_closed() {
         let mut driver = Driver::start(&env, provider.clone()).await;
         driver.deliver(&orders).await;
         run_to_end(&env, &mut driver).await;
+        while driver.acknowledged() < 250 {
+            driver.turn(None).await;
+        }
         assert_eq!((env.closed().await, driver.acknowledged()), (250, 250));
         env.assert_ledger().await;
     });
@@ -375,6 +389,8 @@ fn refused_close_is_listed_alone() {
         let refused = env.orders_of("refused", 1, Duration::ZERO).await;
         let others = env.orders(20, Duration::ZERO).await;
         let provider = Arc::new(Provider::default());
+        begin_closed_attempts(&env, &refused, &provider).await;
+        begin_closed_attempts(&env, &others, &provider).await;
         let mut driver = Driver::start(&env, provider.clone()).await;
         driver.deliver(&refused).await;
         driver.deliver(&others).await;
@@ -447,7 +463,11 @@ fn workers_share_orders_without_repeating_calls() {
             begin_attempt(&env, order, &format!("pi_{n}")).await;
             provider.open(&format!("pi_{n}"));
         }
-        let policy = || ClosingPolicy { lease: Duration::from_secs(60), orders_per_provider: 20, ..closing_policy() };
+        let policy = || ClosingPolicy {
+            lease: Duration::from_secs(60),
+            queues: [("stripe".to_owned(), 20)].into(),
+            ..closing_policy()
+        };
         let mut drivers = Vec::new();
         for _ in 0..2 {
             let mut driver = Driver::start_with(&env, provider.clone(), policy()).await;
@@ -496,6 +516,61 @@ fn lease_outlives_no_crash_for_long() {
         let left =
             "SELECT (extract(epoch FROM next_attempt_at - clock_timestamp()) * 1000)::bigint FROM close_attempts";
         assert!(env.count(left).await <= i64::try_from(LEASE.as_millis()).unwrap());
+    });
+}
+
+#[test]
+fn renewed_lease_is_not_taken_over() {
+    TestEnv::builder().run(async move |env| {
+        let order = order_with_attempt(&env, "pi_1").await;
+        let provider = Arc::new(Provider::default());
+        provider.open("pi_1");
+        let mut killed = Driver::start(&env, provider.clone()).await;
+        killed.deliver(&[order]).await;
+        killed.run_until_step(Step::TakenOver).await;
+        let effects = ClosingEffects::new(Database::connect(&env.settings.database, 1).await.unwrap(), provider);
+        let page = async |lease: Duration, renewed: Vec<(OrderId, Lease)>| {
+            let limits = vec![("stripe".to_owned(), 10)];
+            match effects.run(ClosingAction::Resume(ResumePage { lease, limits, renewed })).await {
+                ClosingInput::Resumed(claims) => claims.len(),
+                other => panic!("{other:?}"),
+            }
+        };
+        let lease = Lease(env.count("SELECT lease FROM close_attempts").await);
+        let hour = Duration::from_secs(3_600);
+        assert_eq!(page(hour, vec![(order.order_id(), lease)]).await, 0);
+        let left = "SELECT (extract(epoch FROM next_attempt_at - clock_timestamp()))::bigint FROM close_attempts";
+        assert!(env.count(left).await > 3_000);
+        sqlx::raw_sql("UPDATE close_attempts SET next_attempt_at = now()").execute(&env.pool).await.unwrap();
+        assert_eq!(page(hour, vec![(order.order_id(), lease)]).await, 0, "it goes on, though late");
+        assert_eq!(env.count("SELECT lease FROM close_attempts").await, lease.0);
+        assert_eq!(page(hour, vec![]).await, 0, "another worker finds it leased");
+        sqlx::raw_sql("UPDATE close_attempts SET next_attempt_at = now(), lease = 7").execute(&env.pool).await.unwrap();
+        assert_eq!(page(hour, vec![(order.order_id(), lease)]).await, 0, "its lease is lost");
+        assert_eq!(page(hour, vec![]).await, 1);
+    });
+}
+
+/// Of an attempt that is committed after the close statement has begun, and before it looks.
+#[test]
+fn attempts_are_looked_for_with_own_snapshot() {
+    TestEnv::builder().run(async move |env| {
+        let order = env.order(Duration::ZERO).await;
+        let mut holder = env.pool.acquire().await.unwrap();
+        sqlx::raw_sql("SELECT pg_advisory_lock(7)").execute(&mut *holder).await.unwrap();
+        let (pool, id) = (env.pool.clone(), order.id);
+        let looking = tokio::spawn(async move {
+            let look = "WITH lock AS MATERIALIZED (SELECT pg_advisory_xact_lock(7))
+                        SELECT (SELECT count(*) FROM payment_attempts), count(*)
+                        FROM lock CROSS JOIN LATERAL orders_to_ask_about(ARRAY[$1])";
+            sqlx::query_as::<_, (i64, i64)>(look).bind(id).fetch_one(&pool).await.unwrap()
+        });
+        let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 7 AND NOT granted
+                     AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+        wait_for("the statement", async || env.count(waits).await == 1).await;
+        begin_attempt(&env, &order, "pi_1").await;
+        sqlx::raw_sql("SELECT pg_advisory_unlock(7)").execute(&mut *holder).await.unwrap();
+        assert_eq!(looking.await.unwrap(), (0, 1));
     });
 }
 

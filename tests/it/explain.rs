@@ -49,8 +49,8 @@ fn explain_orders_whole_story_by_time() {
         // Long enough for the attempt to pay to begin before it is due, on a busy machine as well.
         let order = env.order(4 * SECOND).await;
         env.write_alarm(&order).await;
-        let pays = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
-                    VALUES ('psp', 'cs_1', $1, 4999, 'EUR')";
+        let pays = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency, state)
+                    VALUES ('psp', 'cs_1', $1, 4999, 'EUR', 'closed')";
         sqlx::query(pays).bind(order.id.to_string()).execute(&env.pool).await.unwrap();
         wait_for("the announcement", async || {
             env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await == 1

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use order_timeout::effects::close::{CLAIM_SQL, CLOSE_SQL};
+use order_timeout::effects::close::CLOSE_SQL;
 use order_timeout::effects::closing::{POSTPONE_SQL, RESUME_SQL, close_claimed_sql, settle_paid_sql};
 use order_timeout::outbox::local::NOTIFY;
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
@@ -250,18 +250,24 @@ fn announcing_reads_one_batch_of_events() {
     });
 }
 
-/// Turns the unpaid orders into claimed ones with an attempt each; paid orders have one as well.
+/// An attempt for each order, paid ones as well.
+async fn begin_attempts(env: &TestEnv) {
+    let begin = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                 SELECT 'stripe', 'pi_' || id, id::text, 1999, 'EUR' FROM orders";
+    sqlx::raw_sql(begin).execute(&env.pool).await.unwrap();
+}
+
+/// Turns the unpaid orders into claimed ones with an attempt each.
 async fn claim_all(env: &TestEnv) {
-    let claim = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
-                 SELECT 'stripe', 'pi_' || id, id::text, 1999, 'EUR' FROM orders;
-                 INSERT INTO close_attempts (order_id, claimed_by, queue, lease)
+    begin_attempts(env).await;
+    let claim = "INSERT INTO close_attempts (order_id, claimed_by, queue, lease)
                  SELECT id::text, 'alarm', 'stripe', 1 FROM orders WHERE status = 'unpaid';
                  UPDATE orders SET status = 'closing' WHERE status = 'unpaid'";
     sqlx::raw_sql(claim).execute(&env.pool).await.unwrap();
 }
 
 /// The statements of the closing protocol, with their types and with arguments for a batch of claimed orders.
-async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 4] {
+async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 5] {
     let ids: Vec<String> =
         sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'closing' ORDER BY id LIMIT $1")
             .bind(BATCH as i64)
@@ -277,7 +283,17 @@ async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, Stri
     let no_amounts = each("NULL::bigint");
     let (rounds, waited) = (each("1"), each("false"));
     [
-        (RESUME_SQL, "text, float8, bigint, text[], bigint[]", format!("'order', 60, {BATCH}, '{{}}', '{{}}'")),
+        (
+            RESUME_SQL,
+            "text, float8, text[], bigint[], text[], bigint[]",
+            format!("'order', 60, '{{stripe}}', '{{{BATCH}}}', '{{}}', '{{}}'"),
+        ),
+        (
+            // The first of the two takes them over; this renews what it has.
+            RESUME_SQL,
+            "text, float8, text[], bigint[], text[], bigint[]",
+            format!("'order', 60, '{{stripe}}', '{{{BATCH}}}', {ids}, {leases}"),
+        ),
         (
             close_claimed_sql(),
             "text[], bigint[], boolean, jsonb, text[], text[], text[]",
@@ -319,15 +335,16 @@ fn claim_uses_primary_keys() {
     TestEnv::builder().run(async |env| {
         stop_autovacuum(&env).await;
         fill(&env).await;
+        begin_attempts(&env).await;
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
-        let arguments = format!("{}, 'alarm'", batch_of_unpaid(&env).await);
+        let arguments = format!("{}, 'alarm', true", batch_of_unpaid(&env).await);
         for analysed in [false, true] {
             if analysed {
                 sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
             }
             for mode in ["force_custom_plan", "force_generic_plan"] {
                 let plan = async |connection: &mut PgConnection| {
-                    Ok(plan_of(connection, mode, CLAIM_SQL, "text[], text", &arguments).await)
+                    Ok(plan_of(connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await)
                 };
                 assert_by_index(&database.run(plan).await.unwrap(), &format!("analysed {analysed}, {mode}"));
             }

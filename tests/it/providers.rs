@@ -11,9 +11,10 @@ use order_timeout::postgres::{Database, Operator};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Outcome;
 use order_timeout_providers::settings::LimitsSettings;
-use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
+use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
-use order_timeout_testkit::{Order, TestEnv, wait_for};
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
 use uuid::Uuid;
 
 /// Short pauses, and orders that the sweep finds at once.
@@ -140,8 +141,10 @@ fn dead_provider_delays_no_other() {
             begin_attempts(&env, &of_bank, "bank").await;
             let worker = env.worker().await;
             wait_for("the claims", async || in_state(&env, "closing").await == 100).await;
-            let of_card = env.orders(100, Duration::ZERO).await;
+            let of_card = env.orders(100, Duration::from_secs(3_600)).await;
             begin_attempts(&env, &of_card, "card").await;
+            let due = "UPDATE orders SET expires_at = now() WHERE status = 'unpaid'";
+            sqlx::raw_sql(due).execute(&env.pool).await.unwrap();
             wait_for("the healthy provider's orders", async || env.closed().await == 100).await;
             assert_eq!(in_state(&env, "closing").await, 100);
             assert_eq!(env.count("SELECT reserved FROM stock").await, 100);
@@ -228,8 +231,7 @@ fn manual_close_claims_where_provider_is_asked() {
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
             let connections = WarmConnections::new(database);
-            let closer: Closer =
-                close_orders::closer(&env.settings, &Kind::ORDER, connections, statements.close).await.unwrap();
+            let closer = Closer::prepare(connections, statements.close).await.unwrap();
             let operator = Operator { who: "ann".into(), why: Some("a test".into()), run: Uuid::now_v7() };
             let found = close_orders::close_each(&closer, &[order.order_id()], &operator).await;
             assert_eq!(found[&order.order_id()].as_ref().unwrap().outcome, Outcome::Claimed);
@@ -239,6 +241,121 @@ fn manual_close_claims_where_provider_is_asked() {
             worker.stop().await;
             let history = "SELECT count(*) FROM order_events WHERE by = 'manual' AND who = 'ann' AND why = 'a test'";
             assert_eq!(env.count(history).await, 1);
+        });
+}
+
+/// The same settings without any provider, as of a worker that was forgotten.
+fn without_providers(env: &TestEnv) -> Settings {
+    let mut settings = env.settings.clone();
+    settings.providers.0.clear();
+    settings.kinds.clear();
+    settings
+}
+
+async fn why_degraded(worker: &RunningWorker, cause: &str) -> String {
+    let beginning = format!("degraded: {cause}: ");
+    let (_, text) = get(worker, "/readyz").await;
+    text.lines().filter_map(|line| line.strip_prefix(&beginning)).collect::<Vec<_>>().join("; ")
+}
+
+async fn wait_until_named(worker: &RunningWorker, cause: &str, part: &str) {
+    wait_within(Duration::from_secs(15), part, async || why_degraded(worker, cause).await.contains(part)).await;
+}
+
+#[test]
+fn worker_without_provider_closes_no_paid_order() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            serve_http(settings);
+            service.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let forgotten = RunningWorker::start(without_providers(&env)).await;
+            let worker = env.worker().await;
+            let orders = env.orders(200, Duration::from_secs(3_600)).await;
+            orders.iter().for_each(|order| assert!(service.pay(&order.id.to_string())));
+            begin_attempts(&env, &orders, "card").await;
+            sqlx::raw_sql("UPDATE orders SET expires_at = now()").execute(&env.pool).await.unwrap();
+            for one in [&worker, &forgotten] {
+                wait_until_named(one, "workers_disagree", "kinds.order.providers").await;
+            }
+            wait_for("the settlements", async || env.count(UNFINISHED).await == 0).await;
+            assert_eq!((in_state(&env, "closed").await, in_state(&env, "paid").await), (0, 200));
+            worker.stop().await;
+            forgotten.stop().await;
+            env.assert_ledger().await;
+        });
+}
+
+#[test]
+fn orders_without_provider_are_listed_then_asked() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            serve_http(settings);
+            service.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let order = env.order(Duration::ZERO).await;
+            begin_attempts(&env, &[order], "card").await;
+            let without_attempt = env.order(Duration::ZERO).await;
+            let settings = without_providers(&env);
+            let worker = RunningWorker::start(settings.clone()).await;
+            wait_until_named(&worker, "provider_away", "1 orders wait").await;
+            assert_eq!(
+                (env.status(&order).await.as_str(), env.status(&without_attempt).await.as_str()),
+                ("closing", "closed")
+            );
+            let id = order.id.to_string();
+            let (code, listed, _) = call_with(&settings, &["closing", "list"]).await;
+            assert!(code == 0 && listed.contains(&format!("{id}: no_provider")), "{listed}");
+            let (_, why, _) = call_with(&settings, &["explain", &id]).await;
+            assert!(why.contains("no live worker has its payment provider card"), "{why}");
+            let (code, said, _) = call_with(&settings, &["close", &id]).await;
+            assert!(code == 1 && said.contains("it is unresolved (no_provider)"), "{said}");
+            let announced = "SELECT count(*) FROM event_outbox WHERE payload ->> 'reason' = 'no_provider'";
+            assert_eq!(env.count(announced).await, 1);
+            let asking = env.worker().await;
+            wait_for("the close", async || env.closed().await == 2).await;
+            asking.stop().await;
+            worker.stop().await;
+            assert_eq!(service.calls(), (1, 1));
+            env.assert_ledger().await;
+        });
+}
+
+/// A breaker that opens stays open for longer than this test; so it must be tested by an order that has not failed.
+#[test]
+fn failing_orders_delay_no_others() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            settings.closing.max_rounds = 1_000;
+            let limits = LimitsSettings { failures_to_open: 5, open_for: Duration::from_secs(3_600), ..wide_limits() };
+            service.join(settings, "card", limits);
+        })
+        .run(async move |env| {
+            let failing = env.orders(12, Duration::ZERO).await;
+            failing.iter().for_each(|order| service.fail(&order.id.to_string(), Some(Fault::Error)));
+            begin_attempts(&env, &failing, "card").await;
+            let worker = env.worker().await;
+            wait_for("their failures", async || service.calls().0 >= 5).await;
+            for _ in 0..6 {
+                let healthy = env.orders(10, Duration::from_secs(3_600)).await;
+                begin_attempts(&env, &healthy, "card").await;
+                let closed = env.closed().await;
+                sqlx::raw_sql("UPDATE orders SET expires_at = now() WHERE status = 'unpaid'")
+                    .execute(&env.pool)
+                    .await
+                    .unwrap();
+                wait_for("the others", async || env.closed().await == closed + 10).await;
+            }
+            assert_eq!((env.closed().await, in_state(&env, "closing").await), (60, 12));
+            worker.stop().await;
         });
 }
 

@@ -150,6 +150,7 @@ fn sqlx_stays_in_its_modules() {
         "crates/client/src/postgres.rs",
         "crates/client/src/postgres/payments.rs",
         "effects/close.rs",
+        "effects/closing/by_hand.rs",
         "effects/closing/close_claimed.rs",
         "effects/closing/outcomes.rs",
         "effects/closing/postpone.rs",

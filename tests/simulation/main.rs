@@ -221,6 +221,11 @@ fn finds_alarms_held_too_long() {
 }
 
 #[test]
+fn finds_worker_closing_unasked() {
+    must_be_found(Mutant::ClosesUnasked);
+}
+
+#[test]
 fn finds_brake_forgotten_on_restart() {
     must_be_found(Mutant::BrakeForgetsOnRestart);
 }

@@ -233,7 +233,7 @@ pub enum Outcome {
     AlreadyClosed,
     /// A payment provider is being asked; the worker must not touch it.
     Closing,
-    /// It was unpaid and due, and a payment provider is asked from now on. Only a worker's own statement finds this.
+    /// It was unpaid and due, and has an attempt to pay that may bring money: its payment provider is asked from now on.
     Claimed,
     /// Unpaid, but its deadline lies in the future (it was extended, or the alarm came early).
     NotDue,
@@ -270,17 +270,12 @@ impl Outcome {
             "paid" => Self::Paid,
             "already_closed" => Self::AlreadyClosed,
             "closing" => Self::Closing,
+            "claimed" => Self::Claimed,
             "not_due" => Self::NotDue,
             "busy" => Self::Busy,
             "malformed" => Self::Malformed,
             _ => return None,
         })
-    }
-
-    /// The same for `claim.sql`.
-    #[must_use]
-    pub fn from_claim(word: &str) -> Option<Self> {
-        if word == Self::Claimed.as_str() { Some(Self::Claimed) } else { Self::from_contract(word) }
     }
 }
 

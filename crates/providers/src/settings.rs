@@ -252,7 +252,9 @@ impl ProviderSettings {
         }
     }
 
-    fn url(&self) -> &str {
+    /// Where this provider is asked.
+    #[must_use]
+    pub fn url(&self) -> &str {
         match self {
             Self::Http(own) => &own.url,
             Self::Stripe(own) => &own.url,

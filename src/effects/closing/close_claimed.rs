@@ -7,7 +7,7 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{EndOutcome, Ending};
 use order_timeout_core::order::ClosedBy;
 use sqlx::Row;
-use sqlx::postgres::PgRow;
+use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::types::Json;
 
 use super::ended_orders::{EndedOrder, EndedOrders};
@@ -27,9 +27,10 @@ impl EndStatement for CloseClaimed<'_> {
     }
 
     async fn run(&self, endings: &[Ending]) -> Result<Outcomes, sqlx::Error> {
-        let rows = match close(self.0, endings, true).await {
+        let close = async |waits| self.0.run(async |connection| close(connection, endings, waits).await).await;
+        let rows = match close(true).await {
             // The others must not wait again for an article that another session holds; its orders are reported as busy.
-            Err(error) if classify(&error) == ErrorClass::Locked => close(self.0, endings, false).await?,
+            Err(error) if classify(&error) == ErrorClass::Locked => close(false).await?,
             answer => answer?,
         };
         self.1.add(rows.iter().filter_map(read_closed));
@@ -37,7 +38,11 @@ impl EndStatement for CloseClaimed<'_> {
     }
 }
 
-async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<Vec<PgRow>, sqlx::Error> {
+pub(super) async fn close(
+    connection: &mut PgConnection,
+    endings: &[Ending],
+    waits: bool,
+) -> Result<Vec<PgRow>, sqlx::Error> {
     let closed = AttemptColumns::closed(endings);
     let query = sqlx::query(close_claimed_sql())
         .bind(endings.iter().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
@@ -47,7 +52,7 @@ async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<V
         .bind(closed.orders)
         .bind(closed.providers)
         .bind(closed.references);
-    database.run(async |connection| query.fetch_all(connection).await).await
+    query.fetch_all(connection).await
 }
 
 /// `None` if the order was not closed. What cannot be read is not counted.
@@ -57,7 +62,7 @@ fn read_closed(row: &PgRow) -> Option<EndedOrder> {
     Some(EndedOrder { closed_by: Some(closed_by), deadline: deadline.map(|Timestamptz(moment)| moment) })
 }
 
-fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {
+pub(super) fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {
     let word: String = row.try_get("outcome")?;
     Ok(match word.as_str() {
         "closed" => EndOutcome::Closed,

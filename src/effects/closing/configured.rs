@@ -51,9 +51,8 @@ impl ConfiguredProviders {
     ) -> Answer {
         let name = &attempt.provider;
         let Some(provider) = self.providers.get(name) else {
-            let why =
-                format!("no provider {name} is named for this kind in the settings; add it to kinds.order.providers");
-            return Answer::Unknown(Unknown { why, retry_after: None, was_asked: true });
+            let why = format!("this worker's settings name no provider {name}; add it to kinds.order.providers");
+            return Answer::Unknown(Unknown { why, retry_after: None, was_asked: false });
         };
         let answer = call(&**provider).await;
         self.note(name, &answer);

@@ -4,6 +4,7 @@
 //! One try each: the engine decides what an answer means, and whether and when to retry. Every statement compares the
 //! lease, so that each may be run again, and late.
 
+mod by_hand;
 mod call;
 mod close_claimed;
 mod configured;
@@ -22,6 +23,7 @@ use order_timeout_core::order::OrderId;
 use order_timeout_providers::Load;
 use tracing::debug;
 
+pub(crate) use by_hand::{EndByHand, end_by_hand};
 pub use call::{AnswerFuture, Providers};
 use close_claimed::CloseClaimed;
 pub use configured::ConfiguredProviders;

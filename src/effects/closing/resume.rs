@@ -1,4 +1,4 @@
-//! The action RESUME: takes claimed orders over that are due, with every attempt that is not decided.
+//! The action RESUME: takes claimed orders over that are due, with every attempt that is not decided, and renews leases.
 //!
 //! Only reads the attempts. Which orders are due, and that one worker has each, is decided by the statement.
 
@@ -18,12 +18,15 @@ pub const RESUME_SQL: &str = include_str!("../../../sql/resume_closing.sql");
 pub(super) async fn resume(database: &Database, page: &ResumePage) -> Result<Vec<Claim>, sqlx::Error> {
     let (queues, limits): (Vec<&str>, Vec<i64>) =
         page.limits.iter().map(|(queue, limit)| (queue.as_str(), number(*limit))).unzip();
+    let (renewed, leases): (Vec<&str>, Vec<i64>) =
+        page.renewed.iter().map(|(id, lease)| (id.as_str(), lease.0)).unzip();
     let query = sqlx::query(RESUME_SQL)
         .bind(KIND)
         .bind(page.lease.as_secs_f64())
-        .bind(number(page.per_queue))
         .bind(queues)
-        .bind(limits);
+        .bind(limits)
+        .bind(renewed)
+        .bind(leases);
     let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
     let mut claims: Vec<Claim> = Vec::new();
     for row in &rows {

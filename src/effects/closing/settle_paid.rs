@@ -7,7 +7,7 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{AttemptKey, EndOutcome, Ending, PaidEnding};
 use order_timeout_core::payment::Money;
 use sqlx::Row;
-use sqlx::postgres::PgRow;
+use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::types::Json;
 
 use super::ended_orders::{EndedOrder, EndedOrders};
@@ -27,13 +27,14 @@ impl EndStatement for SettlePaid<'_> {
     }
 
     async fn run(&self, endings: &[PaidEnding]) -> Result<Outcomes, sqlx::Error> {
-        let rows = match settle(self.0, endings, true).await {
+        let settle = async |waits| self.0.run(async |connection| settle(connection, endings, waits).await).await;
+        let rows = match settle(true).await {
             // As in `close_claimed.rs`.
-            Err(error) if classify(&error) == ErrorClass::Locked => settle(self.0, endings, false).await?,
+            Err(error) if classify(&error) == ErrorClass::Locked => settle(false).await?,
             answer => answer?,
         };
         self.1.add(rows.iter().filter_map(read_settled));
-        rows.iter().map(|row| Ok((row.try_get("order_id")?, outcome(row.try_get("outcome")?)?))).collect()
+        rows.iter().map(|row| Ok((row.try_get("order_id")?, read_outcome(row)?))).collect()
     }
 }
 
@@ -77,7 +78,11 @@ impl<'a> Said<'a> {
     }
 }
 
-async fn settle(database: &Database, endings: &[PaidEnding], waits: bool) -> Result<Vec<PgRow>, sqlx::Error> {
+pub(super) async fn settle(
+    connection: &mut PgConnection,
+    endings: &[PaidEnding],
+    waits: bool,
+) -> Result<Vec<PgRow>, sqlx::Error> {
     let all = || endings.iter().map(|paid| &paid.ending);
     let said = Said::of(endings);
     let query = sqlx::query(settle_paid_sql())
@@ -91,7 +96,7 @@ async fn settle(database: &Database, endings: &[PaidEnding], waits: bool) -> Res
         .bind(said.states)
         .bind(said.amounts)
         .bind(said.currencies);
-    database.run(async |connection| query.fetch_all(connection).await).await
+    query.fetch_all(connection).await
 }
 
 /// `None` if the order was not settled now. What cannot be read is not counted.
@@ -101,7 +106,8 @@ fn read_settled(row: &PgRow) -> Option<EndedOrder> {
     Some(EndedOrder { closed_by: None, deadline: deadline.map(|Timestamptz(moment)| moment) })
 }
 
-fn outcome(word: &str) -> Result<EndOutcome, sqlx::Error> {
+pub(super) fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {
+    let word: &str = row.try_get("outcome")?;
     Ok(match word {
         "settled" => EndOutcome::Settled,
         "already_paid" => EndOutcome::AlreadyPaid,

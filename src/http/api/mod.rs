@@ -50,6 +50,7 @@ fn described() -> OpenApiRouter<Arc<Shared>> {
         .routes(routes!(late::reopen))
         .routes(routes!(unresolved::list))
         .routes(routes!(unresolved::retry))
+        .routes(routes!(unresolved::settle))
         .routes(routes!(pauses::list, pauses::pause))
         .routes(routes!(pauses::resume));
     OpenApiRouter::new().nest(ROOT, routes)

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use axum::extract::State;
+use axum::http::StatusCode;
 use axum::response::Response;
 use order_timeout_core::order::OrderId;
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,7 @@ use super::super::site::Shared;
 use super::extract::{Body, Parameters, WithToken};
 use super::reads::json;
 use super::{Problem, operator};
-use crate::operations::unresolved::{self, UnresolvedOrder, UnresolvedPage, Which};
+use crate::operations::unresolved::{self, Decision, DecisionError, UnresolvedOrder, UnresolvedPage, Which};
 use crate::postgres::Operator;
 
 /// Orders on a page, if the caller does not say, and at most.
@@ -119,6 +120,64 @@ pub(super) async fn retry(
     Body(change): Body<UnresolvedChange>,
 ) -> Result<Response, Problem> {
     json(&ask_again(&shared, change).await?)
+}
+
+/// How an unresolved order ends.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct UnresolvedDecision {
+    /// The order.
+    id: String,
+    /// What was found out at its provider.
+    r#as: UnresolvedEnd,
+    /// With `paid`: the attempt that was paid, if there are several.
+    #[serde(default)]
+    reference: Option<String>,
+    /// The operator's name, for the record.
+    who: String,
+    /// Why, for the record.
+    why: String,
+}
+
+/// The end of an unresolved order.
+#[derive(Debug, Clone, Copy, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum UnresolvedEnd {
+    /// No attempt was paid, and none can be paid any more.
+    Closed,
+    /// Its provider has the money.
+    Paid,
+}
+
+/// Ends an unresolved order as closed or as paid, as an operator has found out at its provider.
+#[utoipa::path(post, path = "/unresolved/settle", tag = "unresolved orders", operation_id = "settle_unresolved",
+    request_body = UnresolvedDecision, security(("token" = [])), responses(
+    (status = 204),
+    (status = 400, body = Problem, content_type = "application/problem+json"),
+    (status = 401, body = Problem, content_type = "application/problem+json"),
+    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
+    (status = 429, body = Problem, content_type = "application/problem+json"),
+    (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn settle(
+    WithToken(shared): WithToken,
+    Body(asked): Body<UnresolvedDecision>,
+) -> Result<StatusCode, Problem> {
+    let operator = operator(&asked.who, &asked.why)?;
+    let id = OrderId::new(&asked.id).map_err(|fault| Problem::bad_request(format!("id: {fault}")))?;
+    let decision = match asked.r#as {
+        UnresolvedEnd::Closed => Decision::Closed,
+        UnresolvedEnd::Paid => Decision::Paid { reference: asked.reference.as_deref() },
+    };
+    unresolved::decide(&shared.sources().await?.database, &id, decision, &operator).await.map_err(
+        |error| match error {
+            DecisionError::Unavailable(error) => error.into(),
+            other => Problem::bad_request(other.to_string()),
+        },
+    )?;
+    let Operator { who, why, run } = &operator;
+    info!(who, why, %run, order_id = %id, end = ?asked.r#as, "an unresolved order is ended, over HTTP");
+    Ok(StatusCode::NO_CONTENT)
 }
 
 /// For callers that were authorised, as of [`retry`].

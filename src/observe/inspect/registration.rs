@@ -202,7 +202,16 @@ fn delays(settings: &Settings) -> Delays {
         };
         (format!("orders of the kind {kind} in"), place)
     });
-    of_all.into_iter().chain(of_kinds).chain(orders).collect()
+    // Orders that are claimed wait for a worker that can ask their provider.
+    let asking = settings.served_kinds().into_iter().filter(|kind| settings.has_default_orders(kind));
+    let providers = asking.flat_map(|kind| {
+        let providers = settings.provider_settings_of(&kind).0;
+        let names = providers.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+        let urls =
+            providers.iter().map(|(name, settings)| (format!("providers.{name}.url"), settings.url().to_owned()));
+        [(format!("kinds.{kind}.providers"), names)].into_iter().chain(urls).collect::<Vec<_>>()
+    });
+    of_all.into_iter().chain(of_kinds).chain(orders).chain(providers).collect()
 }
 
 /// The workers' ids are an order on which all of them agree.

@@ -65,7 +65,7 @@ const ALWAYS: &[Table] = &[
     Table {
         name: "order_timeout_workers",
         migration: "20261125090000_registered_workers.sql",
-        columns: &["id", "host", "pid", "namespace", "kinds", "delays", "last_seen"],
+        columns: &["id", "host", "pid", "namespace", "kinds", "delays", "started_at", "last_seen"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {
@@ -164,23 +164,11 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
         columns: &["order_id", "event", "at", "by", "reason", "who", "why"],
         rights: &["INSERT"],
     },
-    WRITTEN_EVENTS,
-];
-
-/// Needed as well if a payment provider is asked before an order is closed, with our own statements.
-const PROVIDER_TABLES: &[Table] = &[
-    Table {
-        name: "orders",
-        migration: "20261120100000_orders_items_and_stock.sql",
-        columns: &["paid_at", "next_attempt_at", "amount_minor", "currency"],
-        rights: &[],
-    },
-    Table { name: "order_events", migration: "20261120100100_order_history.sql", columns: &["answers"], rights: &[] },
     Table {
         name: "payment_attempts",
         migration: "20261127090000_payments.sql",
-        columns: &["provider", "reference", "order_id", "amount_minor", "currency", "state", "created_at"],
-        rights: &["SELECT", "UPDATE"],
+        columns: &["provider", "reference", "order_id", "state", "created_at"],
+        rights: &["SELECT"],
     },
     Table {
         name: "close_attempts",
@@ -199,9 +187,30 @@ const PROVIDER_TABLES: &[Table] = &[
             "last_answers",
             "unresolved_reason",
             "unresolved_at",
+            "who",
+            "why",
         ],
-        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+        rights: &["SELECT", "INSERT", "UPDATE"],
     },
+    WRITTEN_EVENTS,
+];
+
+/// Needed as well if a payment provider is asked before an order is closed, with our own statements.
+const PROVIDER_TABLES: &[Table] = &[
+    Table {
+        name: "orders",
+        migration: "20261120100000_orders_items_and_stock.sql",
+        columns: &["paid_at", "next_attempt_at", "amount_minor", "currency"],
+        rights: &[],
+    },
+    Table { name: "order_events", migration: "20261120100100_order_history.sql", columns: &["answers"], rights: &[] },
+    Table {
+        name: "payment_attempts",
+        migration: "20261127090000_payments.sql",
+        columns: &["amount_minor", "currency", "payable_until"],
+        rights: &["UPDATE"],
+    },
+    Table { name: "close_attempts", migration: "20261127110000_close_attempts.sql", columns: &[], rights: &["DELETE"] },
 ];
 
 /// Needed if the close statement is ours, or rendered from a mapping.
@@ -258,17 +267,6 @@ const INDEXES_OF_DEFAULT_ORDERS_TABLES: &[Index] = &[
         missing: "the unique index that refuses a second close is missing",
         create: "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed'",
     },
-];
-
-const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[
-    Index {
-        table: "close_attempts",
-        first_column: "kind",
-        unique: false,
-        condition: "unresolved_at IS NULL",
-        missing: "the index of claimed orders is missing",
-        create: "CREATE INDEX CONCURRENTLY close_attempts_due ON close_attempts (kind, queue, next_attempt_at, order_id) WHERE unresolved_at IS NULL",
-    },
     Index {
         table: "payment_attempts",
         first_column: "order_id",
@@ -278,6 +276,18 @@ const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[
         create: "CREATE INDEX CONCURRENTLY payment_attempts_by_order ON payment_attempts (order_id)",
     },
 ];
+
+const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[Index {
+    table: "close_attempts",
+    first_column: "kind",
+    unique: false,
+    condition: "unresolved_at IS NULL",
+    missing: "the index of claimed orders is missing",
+    create: "CREATE INDEX CONCURRENTLY close_attempts_due ON close_attempts (kind, queue, next_attempt_at, order_id) WHERE unresolved_at IS NULL",
+}];
+
+/// What the close statement calls.
+const DEFAULT_FUNCTIONS: &[&str] = &["orders_to_ask_about(uuid[])"];
 
 /// What the statements call that settle orders as paid. No role may call them unless it is granted.
 const PROVIDER_FUNCTIONS: &[&str] = &[
@@ -352,7 +362,7 @@ SELECT pg_is_in_recovery() AS is_standby,
 pub struct Schema {
     tables: Vec<Table>,
     indexes: Vec<Index>,
-    functions: &'static [&'static str],
+    functions: Vec<&'static str>,
     /// Whether the statements are our own, for the default orders tables.
     is_ours: bool,
 }
@@ -394,7 +404,8 @@ impl Schema {
             tables.extend(DEFAULT_ORDERS_TABLES);
             indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
         }
-        Self { tables, indexes, functions: &[], is_ours }
+        let functions = if is_ours { DEFAULT_FUNCTIONS.to_vec() } else { Vec::new() };
+        Self { tables, indexes, functions, is_ours }
     }
 
     /// Of a worker that asks a payment provider before it closes an order.
@@ -402,7 +413,7 @@ impl Schema {
     pub fn with_provider(mut self) -> Self {
         self.tables.extend(PROVIDER_TABLES);
         self.indexes.extend(INDEXES_OF_PROVIDER_TABLES);
-        self.functions = PROVIDER_FUNCTIONS;
+        self.functions.extend(PROVIDER_FUNCTIONS);
         self
     }
 
@@ -429,7 +440,7 @@ impl Schema {
             .bind(self.indexes.iter().map(|index| index.unique).collect::<Vec<_>>())
             .bind(self.indexes.iter().map(|index| index.condition).collect::<Vec<_>>())
             .bind(self.is_ours)
-            .bind(self.functions);
+            .bind(&self.functions);
         let row = database.run(async |connection| query.fetch_one(connection).await).await?;
         Ok(self.judge(&read(&row)?))
     }

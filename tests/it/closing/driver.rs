@@ -24,7 +24,7 @@ pub const LEASE: Duration = Duration::from_secs(2);
 
 pub fn closing_policy() -> ClosingPolicy {
     ClosingPolicy {
-        orders_per_provider: 100,
+        queues: ["", "stripe"].map(|queue| (queue.to_owned(), 100)).into(),
         lease: LEASE,
         resume_every: Duration::from_millis(50),
         in_progress_wait: Duration::from_millis(200),
@@ -75,7 +75,7 @@ pub enum Step {
 
 fn step_of(action: &Action) -> Option<Step> {
     Some(match action {
-        Action::Claim(_) => Step::Claimed,
+        Action::Close(_) => Step::Claimed,
         Action::Closing(ClosingAction::Resume(_)) => Step::TakenOver,
         Action::Closing(ClosingAction::Call(call)) if call.kind == CallKind::Ask => Step::Asked,
         Action::Closing(ClosingAction::Call(_)) => Step::Cancelled,
@@ -166,7 +166,7 @@ impl Driver {
     pub async fn start_with(env: &TestEnv, providers: Arc<Provider>, closing: ClosingPolicy) -> Self {
         let database = Database::connect(&env.settings.database, 2).await.unwrap();
         let closers = Database::connect(&env.settings.database, 2).await.unwrap();
-        let closer = Closer::prepare_claim(WarmConnections::new(closers), "").await.unwrap();
+        let closer = Closer::prepare(WarmConnections::new(closers), "").await.unwrap();
         let effects = ClosingEffects::new(database.clone(), providers);
         let engine = Engine::with_provider(policy(), closing);
         Self { engine, closer, effects, database, acknowledged: 0, next_tag: 0 }
@@ -203,7 +203,7 @@ impl Driver {
     /// Runs one action, and returns what the engine is to be told.
     async fn execute(&mut self, action: Action) -> Option<Input> {
         match action {
-            Action::Claim(batch) => {
+            Action::Close(batch) => {
                 let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
                 let result = self.closer.close(&ids, batch.by, batch.waits_for_locks()).await;
                 Some(Input::Closed(batch, result))
@@ -224,7 +224,7 @@ impl Driver {
         let actions = self.engine.poll_actions(self.now().await);
         for action in actions {
             let step = step_of(&action);
-            let is_empty = matches!(&action, Action::Claim(batch) if batch.items.is_empty());
+            let is_empty = matches!(&action, Action::Close(batch) if batch.items.is_empty());
             let input = self.execute(action).await;
             let has_effect = !matches!(&input, Some(Input::Closing(resumed)) if took_nothing_over(resumed));
             if end_after.is_some() && step == end_after && has_effect && !is_empty {

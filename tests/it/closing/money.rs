@@ -1,7 +1,7 @@
 //! What the closing protocol does with money: each payment counts once, by a callback or by a provider's answer, and everything that pays for
 //! nothing is in `late_payments`; all that an order has reserved comes back or is consumed.
 
-use order_timeout::operations::unresolved::{self, UnresolvedPage, Which};
+use order_timeout::operations::unresolved::{self, Decision, DecisionError, UnresolvedPage, Which};
 use order_timeout::postgres::Operator;
 use order_timeout_client::postgres::{LateReason, PaymentOutcome, PaymentVerdict, payment_received};
 use order_timeout_core::payment::Attempt;
@@ -286,6 +286,59 @@ fn unresolved_order_is_retried() {
     });
 }
 
+/// An order that is unresolved because its provider gave no answer, and the operator who decides it.
+async fn without_answer(env: &TestEnv) -> (Order, Database, Operator) {
+    let order = order_with_attempt(env, "pi_1").await;
+    execute(env, "UPDATE orders SET amount_minor = 1999, currency = 'EUR'").await;
+    let provider = Arc::new(Provider::default());
+    provider.always("pi_1", &unknown());
+    let mut driver = Driver::start(env, provider).await;
+    driver.deliver(&[order]).await;
+    driver.run_until(env, UNRESOLVED, 1).await;
+    let operator = Operator { who: "ann".into(), why: Some("asked the bank".into()), run: Uuid::now_v7() };
+    (order, Database::connect(&env.settings.database, 1).await.unwrap(), operator)
+}
+
+#[test]
+fn unresolved_order_is_closed_by_hand() {
+    TestEnv::builder().run(async move |env| {
+        let (order, database, operator) = without_answer(&env).await;
+        let decide = async || unresolved::decide(&database, &order.order_id(), Decision::Closed, &operator).await;
+        decide().await.unwrap();
+        assert_eq!(env.status(&order).await, "closed");
+        let history = "SELECT count(*) FROM order_events
+                       WHERE event = 'closed' AND by = 'manual' AND who = 'ann' AND why = 'asked the bank'";
+        assert_eq!(env.count(history).await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM payment_attempts WHERE state = 'closed'").await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM close_attempts").await, 0);
+        let again = decide().await.unwrap_err();
+        assert!(matches!(again, DecisionError::NotUnresolved(_)), "{again}");
+        assert_money_adds_up(&env).await;
+        env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn unresolved_order_is_paid_by_hand() {
+    TestEnv::builder().run(async move |env| {
+        let (order, database, operator) = without_answer(&env).await;
+        let decide = async |decision| unresolved::decide(&database, &order.order_id(), decision, &operator).await;
+        let other = decide(Decision::Paid { reference: Some("pi_2") }).await.unwrap_err();
+        assert!(matches!(other, DecisionError::NoSuchAttempt { .. }), "{other}");
+        assert_eq!(env.count(UNRESOLVED).await, 1, "as it was");
+        decide(Decision::Paid { reference: None }).await.unwrap();
+        assert_eq!(env.status(&order).await, "paid");
+        let history =
+            "SELECT count(*) FROM order_events WHERE event = 'paid' AND answers = 'decided by ann: asked the bank'";
+        assert_eq!(env.count(history).await, 1);
+        // The callback that was missing.
+        assert!(!report(&env, &order, "pi_1", 1_999).await.is_new);
+        assert_eq!(late(&env).await, []);
+        assert_money_adds_up(&env).await;
+        env.assert_ledger().await;
+    });
+}
+
 #[test]
 fn callback_ends_unresolved_order() {
     TestEnv::builder().run(async move |env| {
@@ -313,7 +366,9 @@ fn kept_order_is_listed_as_refused() {
             orders[0].id
         );
         execute(&env, &format!("{keep} {trigger}")).await;
-        let mut driver = Driver::start(&env, Arc::new(Provider::default())).await;
+        let provider = Arc::new(Provider::default());
+        begin_closed_attempts(&env, &orders, &provider).await;
+        let mut driver = Driver::start(&env, provider).await;
         driver.deliver(&orders).await;
         driver.run_until(&env, "SELECT count(*) FROM close_attempts WHERE unresolved_reason = 'refused'", 1).await;
         assert_eq!(env.closed().await, 2);
@@ -324,12 +379,14 @@ fn kept_order_is_listed_as_refused() {
 fn order_without_deadline_is_listed_alone() {
     TestEnv::builder().run(async move |env| {
         let orders = env.orders(3, Duration::ZERO).await;
-        let mut driver = Driver::start(&env, Arc::new(Provider::default())).await;
+        let provider = Arc::new(Provider::default());
+        begin_closed_attempts(&env, &orders, &provider).await;
+        let mut driver = Driver::start(&env, provider.clone()).await;
         driver.deliver(&orders).await;
         driver.run_until_step(Step::Claimed).await;
         drop(driver);
         execute(&env, &format!("UPDATE orders SET expires_at = NULL WHERE id = '{}'", orders[0].id)).await;
-        let mut driver = Driver::start(&env, Arc::new(Provider::default())).await;
+        let mut driver = Driver::start(&env, provider).await;
         driver.run_until(&env, "SELECT count(*) FROM close_attempts WHERE unresolved_reason = 'no_deadline'", 1).await;
         driver.run_until(&env, "SELECT count(*) FROM orders WHERE status = 'closed'", 2).await;
     });

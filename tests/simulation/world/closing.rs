@@ -51,7 +51,7 @@ impl Ends {
 }
 
 impl World {
-    /// What `sql/claim.sql` does with an order that is unpaid and due.
+    /// What `sql/close.sql` does with an order that is unpaid and due and has an attempt that may bring money.
     pub(super) fn claim(&mut self, order_id: &OrderId, by: ClosedBy, now: Timestamp) {
         let row = self.rows.get_mut(order_id).expect("it was looked at");
         row.status = Status::Closing;
@@ -66,6 +66,12 @@ impl World {
     /// What `sql/resume_closing.sql` does.
     pub(super) fn take_over(&mut self, page: &ResumePage) -> Vec<Claim> {
         let now = self.database_time();
+        for (order_id, lease) in &page.renewed {
+            let held = self.close_attempts.get_mut(order_id).filter(|claimed| claimed.lease == Some(*lease));
+            if let Some(claimed) = held.filter(|claimed| !claimed.is_unresolved()) {
+                claimed.next_attempt_at = now + page.lease;
+            }
+        }
         let mut due: Vec<(Timestamp, OrderId)> = Vec::new();
         for (order_id, claimed) in &self.close_attempts {
             if !claimed.is_unresolved() && claimed.next_attempt_at <= now {
@@ -77,7 +83,7 @@ impl World {
         let mut claims = Vec::new();
         for (_, order_id) in due {
             let queue = self.close_attempts[&order_id].queue.clone();
-            let left = left.entry(queue).or_insert(page.per_queue);
+            let left = left.entry(queue).or_default();
             if *left > 0 {
                 *left -= 1;
                 claims.push(self.lease(order_id, now + page.lease));
@@ -180,12 +186,11 @@ impl World {
             Status::Closing if has_unproved(row, &ending.closed) => return Ok(EndOutcome::AttemptsChanged),
             Status::Closing => EndOutcome::Closed,
         };
-        let had_attempts = !row.attempts.is_empty();
         let claimed = self.close_attempts.remove(&ending.order_id);
         if let (EndOutcome::Closed, Some(claimed)) = (outcome, claimed) {
             mark_closed(row, &ending.closed);
             row.record_close(now, claimed.by);
-            self.note(if had_attempts { Event::ClosedWithProof } else { Event::ClosedWithoutAttempts });
+            self.note(Event::ClosedWithProof);
         }
         Ok(outcome)
     }

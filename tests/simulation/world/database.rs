@@ -8,7 +8,7 @@ use order_timeout_core::order::{
     SweepReach, SweptPage, Timestamp,
 };
 
-use super::provider::{SimulatedAttempt, Truth};
+use super::provider::{AttemptState, SimulatedAttempt, Truth};
 use super::worker::Fault;
 use super::{Mutant, World, alarm};
 use crate::events::Event;
@@ -181,8 +181,9 @@ impl World {
     /// What `sql/close.sql` does; or, with `read`, acts on what was read before, whatever has happened since.
     fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, CloseResult>>) -> HashMap<OrderId, CloseResult> {
         let (now, mut results) = (self.database_time(), HashMap::new());
+        let closes_unasked = self.mutant == Mutant::ClosesUnasked;
         self.has_changed |= !batch.items.is_empty();
-        let mut closed = 0;
+        let (mut closed, mut without_attempts) = (0, 0);
         for order_id in batch.items.iter().map(|item| &item.alarm.alarm.order_id) {
             if results.contains_key(order_id) {
                 continue;
@@ -203,12 +204,14 @@ impl World {
             if self.mutant == Mutant::StockPerDelivery && found.outcome == Outcome::AlreadyClosed {
                 row.stock_returned += 1;
             }
-            if found.outcome == Outcome::Closed && self.has_provider {
+            let has_open = row.attempts.iter().any(|attempt| attempt.state != AttemptState::Closed);
+            if found.outcome == Outcome::Closed && has_open && !closes_unasked {
                 self.claim(&order_id, batch.by, now);
                 found.outcome = Outcome::Claimed;
             } else if found.outcome == Outcome::Closed {
                 row.record_close(now, batch.by);
                 closed += 1;
+                without_attempts += u32::from(self.has_provider);
             } else if found.outcome == Outcome::Closing {
                 self.note(Event::FoundClosing);
             }
@@ -216,6 +219,7 @@ impl World {
             results.insert(order_id, Ok(found));
         }
         self.note_if(closed > 1, Event::ClosedInBatch);
+        self.note_if(without_attempts > 0, Event::ClosedWithoutAttempts);
         results
     }
 

@@ -87,6 +87,8 @@ pub enum Mutant {
     ResumeSkipsVerdict,
     /// An order is closed as soon as one of its attempts is.
     OneVerdictDecides,
+    /// The close statement takes no notice of attempts.
+    ClosesUnasked,
 }
 
 impl Mutant {
@@ -99,6 +101,7 @@ impl Mutant {
                 | Self::CancelsBeforeAsking
                 | Self::ResumeSkipsVerdict
                 | Self::OneVerdictDecides
+                | Self::ClosesUnasked
         )
     }
 }
@@ -143,6 +146,8 @@ pub struct World {
     pub misplaced_retry: Option<String>,
     has_provider: bool,
     provider_is_away: bool,
+    /// How often a worker was started.
+    starts: u32,
     /// The number of the pause of closing that lasts, as its row in the database has it.
     pause: Option<u32>,
     pauses: u32,
@@ -196,7 +201,7 @@ pub fn policy() -> Policy {
 /// How the closing protocol waits. Short, so that its rounds end within a history.
 pub fn closing_policy() -> ClosingPolicy {
     ClosingPolicy {
-        orders_per_provider: 2,
+        queues: ["", "paypal", "stripe"].map(|queue| (queue.to_owned(), 2)).into(),
         lease: Duration::from_secs(2),
         resume_every: Duration::from_secs(1),
         in_progress_wait: Duration::from_millis(1_500),
@@ -214,6 +219,7 @@ impl World {
             has_provider,
             brake: brake.map(Brake::new),
             provider_is_away: false,
+            starts: 0,
             pause: None,
             pauses: 0,
             closed_in_pause: None,

@@ -77,11 +77,7 @@ impl MutantEngine {
                 Action::Settle(settlements) => settlements.iter().map(|(receipt, _)| *receipt).collect(),
                 Action::Rearm(rearms) => rearms.iter().map(|rearm| rearm.receipt).collect(),
                 Action::Park(dead_letters) => dead_letters.iter().map(|(_, receipt)| *receipt).collect(),
-                Action::Close(_)
-                | Action::Claim(_)
-                | Action::Closing(_)
-                | Action::PauseClosing(_)
-                | Action::Sweep(_) => Vec::new(),
+                Action::Close(_) | Action::Closing(_) | Action::PauseClosing(_) | Action::Sweep(_) => Vec::new(),
             };
             self.in_flight.retain(|receipt, _| !receipts.contains(receipt));
         }

@@ -89,8 +89,11 @@ impl World {
     pub fn start(&mut self, worker: usize) {
         self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::Restarted);
         let brake_sample = self.brake.as_ref().map(|brake| brake.setup.bounds.sample);
+        self.starts += u32::from(self.workers[worker].is_none());
+        // The other worker sometimes has settings without the providers.
+        let asks = self.has_provider && (worker == 0 || !self.starts.is_multiple_of(3));
         self.workers[worker].get_or_insert_with(|| Worker {
-            engine: MutantEngine::new(self.mutant, self.has_provider, brake_sample),
+            engine: MutantEngine::new(self.mutant, asks, brake_sample),
             session: None,
             next_tag: 1,
             pending: Vec::new(),
@@ -256,7 +259,7 @@ impl World {
     /// Between its reading of the pauses and this no time has passed.
     fn check_pause(&mut self, action: &Action, has_tripped: bool) {
         let closes = match action {
-            Action::Close(batch) | Action::Claim(batch) => !batch.items.is_empty(),
+            Action::Close(batch) => !batch.items.is_empty(),
             Action::Closing(ClosingAction::SettlePaid(_) | ClosingAction::Postpone(_)) => false,
             Action::Closing(_) | Action::Sweep(_) => true,
             _ => false,
@@ -347,7 +350,7 @@ impl World {
             self.check_pause(&action, worker.has_tripped);
             match action {
                 Action::Settle(settlements) => self.settle(settlements),
-                Action::Close(batch) | Action::Claim(batch) => {
+                Action::Close(batch) => {
                     if self.mutant == Mutant::AckBeforeCommit {
                         self.settle(receipts(&batch).map(|receipt| (receipt, Settlement::Ack)).collect());
                     }

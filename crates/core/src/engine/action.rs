@@ -11,11 +11,8 @@ use crate::order::SweepPage;
 /// What the engine wants done.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Close these orders, then report `Input::Closed`.
+    /// Close these orders, or claim those of which a payment provider must be asked, then report `Input::Closed`.
     Close(Batch),
-    /// Claim these orders for the closing protocol, then report `Input::Closed`. In the place of `Close` for orders that a
-    /// payment provider is asked about.
-    Claim(Batch),
     /// A step of the closing protocol.
     Closing(ClosingAction),
     /// Publish a new alarm for each, then report `Input::Rearmed` for those that are confirmed, and

@@ -247,7 +247,7 @@ impl Engine {
         self.release_held_back(now);
         let mut actions = Vec::new();
         while let Some(batch) = self.next_batch(now) {
-            actions.push(if self.closing.is_some() { Action::Claim(batch) } else { Action::Close(batch) });
+            actions.push(Action::Close(batch));
         }
         actions.extend(self.brake.take_trip().map(Action::PauseClosing));
         if let Some(closing) = &mut self.closing {

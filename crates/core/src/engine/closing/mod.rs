@@ -34,6 +34,9 @@ const MIN_RESUME_PAUSE: Duration = Duration::from_millis(5);
 const FIRST_END_PAUSE: Duration = Duration::from_millis(25);
 const LONGEST_END_PAUSE: Duration = Duration::from_secs(1);
 
+/// So often a lease is renewed before it would be over.
+const RENEWALS_IN_LEASE: u32 = 3;
+
 /// How a verdict is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum End {
@@ -61,6 +64,8 @@ struct Order {
     pauses: u32,
     /// The brake was told of it.
     is_counted: bool,
+    /// When its lease began, or was renewed.
+    leased_at: Timestamp,
 }
 
 /// The orders that belong to this worker, and when it looks for more.
@@ -220,18 +225,25 @@ impl Closing {
         if self.page_ready_at()? > now {
             return None;
         }
-        let limits = self.room_by_queue().into_iter().map(|(queue, room)| (queue.to_owned(), room)).collect();
-        let page = ResumePage { lease: self.policy.lease, per_queue: self.policy.orders_per_provider, limits };
+        let rooms = self.room_by_queue();
+        let full = rooms.iter().filter(|(_, room)| **room == 0).map(|(queue, _)| (*queue).to_owned()).collect();
+        let limits: Vec<(String, usize)> =
+            rooms.into_iter().filter(|(_, room)| *room > 0).map(|(queue, room)| (queue.to_owned(), room)).collect();
+        let is_old = |order: &Order| order.leased_at + self.policy.lease / RENEWALS_IN_LEASE <= now;
+        let old = self.orders.iter().filter(|(_, order)| is_old(order));
+        let renewed = old.map(|(id, order)| (id.clone(), order.claimed.claim.lease)).collect();
+        let page = ResumePage { lease: self.policy.lease, limits, renewed };
+        self.full = full;
         self.resumed_at = now;
         self.resume_at = now + self.policy.resume_every;
-        self.full.clear();
         self.asked = Some(page.clone());
         Some(page)
     }
 
-    /// How many more orders of each queue this worker can take, for the queues of which it has some.
+    /// How many more orders of each queue this worker can take.
     fn room_by_queue(&self) -> BTreeMap<&str, usize> {
-        let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut rooms: BTreeMap<&str, usize> =
+            self.policy.queues.iter().map(|(queue, most)| (queue.as_str(), *most)).collect();
         for Order { claimed, .. } in self.orders.values() {
             let providers = claimed.claim.attempts.iter().map(|one| one.attempt.provider.as_str());
             let mut queues: Vec<&str> = providers.filter(|provider| claimed.needs(provider)).collect();
@@ -239,16 +251,22 @@ impl Closing {
             queues.push(&claimed.claim.queue);
             queues.sort_unstable();
             queues.dedup();
-            queues.into_iter().for_each(|queue| *taken.entry(queue).or_default() += 1);
+            for queue in queues {
+                rooms.entry(queue).and_modify(|room| *room = room.saturating_sub(1));
+            }
         }
-        taken.values_mut().for_each(|count| *count = self.policy.orders_per_provider.saturating_sub(*count));
-        taken
+        rooms
     }
 
     fn take_over(&mut self, claims: Vec<Claim>, now: Timestamp) {
         self.failures = 0;
         if let Some(page) = self.asked.take() {
-            self.full = full_queues(page, &claims);
+            for (id, lease) in &page.renewed {
+                if let Some(order) = self.orders.get_mut(id).filter(|order| order.claimed.claim.lease == *lease) {
+                    order.leased_at = self.resumed_at;
+                }
+            }
+            self.full.extend(full_queues(page, &claims));
         }
         for claim in claims {
             let id = claim.order_id.clone();
@@ -256,7 +274,8 @@ impl Closing {
             // If it is here already, its lease has run out: answers to the calls of the earlier one are ignored.
             self.ends.remove(&id);
             let is_counted = claim.was_judged || self.orders.get(&id).is_some_and(|order| order.is_counted);
-            let order = Order { claimed: ClaimedOrder::new(claim), end: None, pauses: 0, is_counted };
+            let claimed = ClaimedOrder::new(claim);
+            let order = Order { claimed, end: None, pauses: 0, is_counted, leased_at: self.resumed_at };
             self.orders.insert(id.clone(), order);
             self.to_call.push(id.clone());
             match full {
@@ -315,8 +334,8 @@ impl Closing {
             OrderVerdict::AskAgain { provider, retry_after, is_round, closed } => {
                 let (step, until, rounds) = match is_round {
                     true => self.next_round(rounds, retry_after, UnresolvedReason::NoAnswer, now),
-                    // The same pause, but it is known that nothing was learnt: only the provider's answers count.
-                    false => (Step::NoAnswer, self.pause_until(rounds, retry_after, now), rounds),
+                    // It is known that nothing was learnt, and often until when: only the provider's answers count.
+                    false => (Step::NoAnswer, self.pause_without_round(rounds, retry_after, now), rounds),
                 };
                 let change = |end: &mut Postponement| {
                     (end.step, end.until, end.queue, end.rounds) = (step, until, provider, rounds);
@@ -354,6 +373,10 @@ impl Closing {
         // Longer than the longest pause would keep the order from its list for as long as the provider likes.
         let asked_for = retry_after.unwrap_or_default().min(self.policy.retry_longest);
         now + pause.max(asked_for)
+    }
+
+    fn pause_without_round(&self, rounds: u32, known: Option<Duration>, now: Timestamp) -> Timestamp {
+        known.map_or_else(|| self.pause_until(rounds, None, now), |pause| now + pause.min(self.policy.retry_longest))
     }
 
     fn pause(&self, first: Duration, times: u32, longest: Duration) -> Duration {
@@ -452,8 +475,7 @@ impl Closing {
 fn full_queues(page: ResumePage, claims: &[Claim]) -> BTreeSet<String> {
     let mut left: BTreeMap<String, usize> = page.limits.into_iter().collect();
     for claim in claims {
-        let left = left.entry(claim.queue.clone()).or_insert(page.per_queue);
-        *left = left.saturating_sub(1);
+        left.entry(claim.queue.clone()).and_modify(|left| *left = left.saturating_sub(1));
     }
     left.into_iter().filter(|(_, left)| *left == 0).map(|(queue, _)| queue).collect()
 }

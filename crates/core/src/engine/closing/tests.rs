@@ -62,7 +62,7 @@ fn at_ms(ms: i64) -> Timestamp {
 
 fn policy() -> ClosingPolicy {
     ClosingPolicy {
-        orders_per_provider: 2,
+        queues: ["", "http", "stripe"].map(|queue| (queue.to_owned(), 2)).into(),
         lease: Duration::from_secs(60),
         resume_every: Duration::from_secs(1),
         in_progress_wait: Duration::from_secs(5),
@@ -76,7 +76,8 @@ fn policy() -> ClosingPolicy {
 /// A state that has asked for its first page at the time 0.
 fn closing() -> Closing {
     let mut closing = Closing::new(policy(), 1.0);
-    let page = ResumePage { lease: policy().lease, per_queue: 2, limits: vec![] };
+    let limits = ["", "http", "stripe"].map(|queue| (queue.to_owned(), 2)).into();
+    let page = ResumePage { lease: policy().lease, limits, renewed: vec![] };
     assert_eq!(closing.poll_actions(at_ms(0)), vec![ClosingAction::Resume(page)]);
     closing
 }
@@ -242,7 +243,8 @@ fn sick_provider_fills_only_its_queue() {
     assert_eq!(calls(&mut closing, at_ms(0)).len(), 2);
     let actions = closing.poll_actions(at_ms(1_000));
     let [ClosingAction::Resume(page)] = &actions[..] else { panic!("{actions:?}") };
-    assert_eq!((page.limits.clone(), page.per_queue), (vec![("stripe".to_owned(), 0)], 2));
+    let of_others: Vec<_> = ["", "http"].map(|queue| (queue.to_owned(), 2)).into();
+    assert_eq!(page.limits, of_others);
     let other = Claim { queue: "http".into(), attempts: vec![attempt_at("http", "x")], ..claim("3", &[]) };
     closing.handle(ClosingInput::Resumed(vec![other]), at_ms(1_000));
     assert_eq!(calls(&mut closing, at_ms(1_000)).len(), 1);
@@ -301,6 +303,29 @@ fn postponed_order_wakes_at_its_time() {
     assert_eq!(postponed(&closing.poll_actions(at_ms(0))).until, at_ms(1_000));
     closing.handle(ClosingInput::Ended(EndingKind::Postpone, ended("1", EndOutcome::Postponed)), at_ms(1));
     assert_eq!((closing.len(), closing.next_wakeup()), (0, Some(at_ms(1_000))));
+}
+
+#[test]
+fn lease_is_renewed_while_provider_is_asked() {
+    let mut closing = resumed(vec![claim("1", &["pi_1"])]);
+    calls(&mut closing, at_ms(0));
+    for (ms, renewed) in [(19_000, 0), (20_000, 1), (21_000, 0), (40_000, 1)] {
+        let actions = closing.poll_actions(at_ms(ms));
+        let [ClosingAction::Resume(page)] = &actions[..] else { panic!("{actions:?}") };
+        assert_eq!(page.renewed, vec![(id("1"), Lease(1)); renewed], "after {ms} ms");
+        closing.handle(ClosingInput::Resumed(vec![]), at_ms(ms));
+    }
+}
+
+#[test]
+fn known_pause_without_round_is_kept() {
+    for (known_ms, waited_ms) in [(Some(250), 250), (Some(3_600_000), 60_000), (None, 1_000)] {
+        let mut closing = resumed(vec![claim("1", &["pi_1"])]);
+        let retry_after = known_ms.map(Duration::from_millis);
+        let answer = Answer::Unknown(Unknown { why: "its breaker is open".into(), retry_after, was_asked: false });
+        let actions = answer_all(&mut closing, &answer, at_ms(0));
+        assert_eq!((postponed(&actions).until, postponed(&actions).rounds), (at_ms(waited_ms), 0));
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //!
 //! Data only: nothing is decided here.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::order::{CloseError, Deadline, OrderId, Timestamp};
@@ -10,11 +11,12 @@ use crate::payment::{Answer, Attempt, Money};
 /// The limits of the closing protocol. The worker fills in its settings.
 #[derive(Debug, Clone)]
 pub struct ClosingPolicy {
-    /// How many orders may wait for one provider's answers in this worker at a time. A provider that does not answer
-    /// takes up its own number only.
-    pub orders_per_provider: usize,
-    /// How long an order belongs to the worker that took it. Longer than both calls about an attempt and the statement
-    /// behind them may take; after a crash another worker takes the order over when it is over.
+    /// The queues that this worker serves, and how many orders of each may be with it at a time: one for each provider that it
+    /// can ask, by name, so that one that does not answer takes up its own number only. The empty name is for orders without
+    /// an attempt.
+    pub queues: BTreeMap<String, usize>,
+    /// How long an order belongs to the worker that took it, unless it renews the lease, which it does when a third is over.
+    /// After a crash another worker takes the order over when it is over.
     pub lease: Duration,
     /// How often the worker looks for orders that are due, beside those that it knows of: another worker may have
     /// crashed.
@@ -140,6 +142,8 @@ pub enum UnresolvedReason {
     Refused,
     /// Its deadline was removed while it was being closed.
     NoDeadline,
+    /// No live worker can ask the provider of its attempt. Written and taken back by what compares the workers' settings.
+    NoProvider,
 }
 
 impl UnresolvedReason {
@@ -153,6 +157,7 @@ impl UnresolvedReason {
             Self::NoAnswer => "no_answer",
             Self::Refused => "refused",
             Self::NoDeadline => "no_deadline",
+            Self::NoProvider => "no_provider",
         }
     }
 }
@@ -240,10 +245,10 @@ pub struct Postponement {
 pub struct ResumePage {
     /// How long the orders belong to this worker.
     pub lease: Duration,
-    /// The most orders from one queue.
-    pub per_queue: usize,
-    /// Queues of which fewer can be taken, sorted.
+    /// The queues that have room, sorted, and how many orders can be taken of each.
     pub limits: Vec<(String, usize)>,
+    /// Orders that this worker goes on with, whose leases are renewed.
+    pub renewed: Vec<(OrderId, Lease)>,
 }
 
 /// What the closing protocol wants done.

@@ -1,10 +1,10 @@
-//! An engine with a provider: claims in the place of closes, and what an alarm waits for.
+//! An engine with a provider: claims beside closes, and what an alarm waits for.
 
 use super::*;
 
 fn closing_policy() -> ClosingPolicy {
     ClosingPolicy {
-        orders_per_provider: 10,
+        queues: [("stripe".to_owned(), 10)].into(),
         lease: Duration::from_secs(60),
         resume_every: Duration::from_secs(1),
         in_progress_wait: Duration::from_secs(5),
@@ -29,7 +29,7 @@ fn due_order_is_claimed_then_taken_over() {
     let mut engine = engine();
     engine.handle(delivered("a", at_ms(100), 1, 1), at_ms(100));
     let mut actions = engine.poll_actions(at_ms(102));
-    let Some(Action::Claim(batch)) = actions.pop() else { panic!("{actions:?}") };
+    let Some(Action::Close(batch)) = actions.pop() else { panic!("{actions:?}") };
     let receipt = receipt(&batch.items[0]);
     finish(&mut engine, batch, &found(Outcome::Claimed), at_ms(103));
     let actions = engine.poll_actions(at_ms(103));
@@ -43,17 +43,20 @@ fn due_order_is_claimed_then_taken_over() {
 fn failed_claim_is_retried_like_close() {
     let mut engine = engine();
     engine.handle(delivered("a", at_ms(100), 1, 1), at_ms(100));
-    let Some(Action::Claim(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no claim") };
+    let Some(Action::Close(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no claim") };
     finish(&mut engine, batch, &found(Outcome::Busy), at_ms(103));
     let actions = engine.poll_actions(at_ms(200));
-    assert!(matches!(&actions[..], [Action::Claim(_)]), "{actions:?}");
+    assert!(matches!(&actions[..], [Action::Close(_)]), "{actions:?}");
 }
 
 #[test]
-fn engine_without_provider_closes_at_once() {
+fn engine_without_provider_leaves_claimed_orders() {
     let mut engine = Engine::new(policy());
     engine.handle(delivered("a", at_ms(100), 1, 1), at_ms(100));
-    assert!(matches!(&engine.poll_actions(at_ms(102))[..], [Action::Close(_)]));
+    let Some(Action::Close(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no close") };
+    let receipt = receipt(&batch.items[0]);
+    finish(&mut engine, batch, &found(Outcome::Claimed), at_ms(103));
+    assert_eq!(engine.poll_actions(at_ms(103)), [Action::Settle(vec![(receipt, Settlement::Ack)])]);
 }
 
 #[test]
@@ -61,7 +64,7 @@ fn claims_count_as_closes_for_brake() {
     let mut engine = engine();
     for (order, outcome) in [("a", Outcome::Claimed), ("a", Outcome::Closing), ("b", Outcome::Paid)] {
         engine.handle(delivered(order, at_ms(100), 1, 1), at_ms(100));
-        let Some(Action::Claim(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no claim") };
+        let Some(Action::Close(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no claim") };
         finish(&mut engine, batch, &found(outcome), at_ms(103));
         engine.poll_actions(at_ms(103));
     }
