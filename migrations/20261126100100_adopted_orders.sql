@@ -16,6 +16,4 @@ INSERT INTO order_timeout_adoption (orders, by)
 SELECT o, 'upgrade' FROM unnest(ARRAY['orders', 'statements']) AS o
 WHERE EXISTS (SELECT FROM order_events WHERE event = 'closed')
    OR EXISTS (SELECT FROM event_outbox)
-   OR EXISTS (SELECT FROM order_timeout_workers)
-   OR EXISTS (SELECT FROM canary_readers)
-   OR EXISTS (SELECT FROM canaries);
+   OR EXISTS (SELECT FROM order_timeout_workers);

@@ -12,7 +12,7 @@ use order_timeout_amqp::tls::TlsFiles;
 use order_timeout_amqp::topology::{Names, Slots, Topology};
 use order_timeout_amqp::{ADDRESS_FORM as AMQP_FORM, ADDRESS_SCHEMES as AMQP_SCHEMES, AmqpSettings};
 use order_timeout_client::PublisherBuilder;
-use order_timeout_core::address::AddressError;
+use order_timeout_core::address::{AddressError, AmqpAddress};
 use order_timeout_core::brake::Bounds;
 use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
@@ -396,7 +396,12 @@ impl Settings {
     /// The names of the deployment's exchanges and queues.
     #[must_use]
     pub fn names(&self) -> Names {
-        Names::new(&self.namespace)
+        let names = Names::new(&self.namespace);
+        // An address that is not valid is refused elsewhere.
+        match self.amqp.url.expose_secret().parse::<AmqpAddress>() {
+            Ok(address) => names.on_vhost(&address.vhost),
+            Err(_) => names,
+        }
     }
 
     /// Every exchange and queue of the deployment, except for the slots of the wheel.

@@ -12,9 +12,6 @@ use crate::operations::doctor::{self, Finding, ManagementAddress, Options, Repor
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// Send a canary through each lane and ring that answers within seconds, and wait for it
-    #[arg(long)]
-    canary: bool,
     /// The broker's management API, as http://user:password@host:15672; without an account, that of amqp.url. Without this,
     /// policies, bindings and the broker's memory are not looked at
     #[arg(long, value_name = "URL")]
@@ -30,8 +27,8 @@ pub struct DoctorArgs {
 /// # Errors
 /// None: a server that cannot be used is a finding.
 pub async fn run(args: DoctorArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let DoctorArgs { canary, management, long_transaction, json } = args;
-    let report = doctor::examine(&settings, &Options { canary, management, long_transaction }).await;
+    let DoctorArgs { management, long_transaction, json } = args;
+    let report = doctor::examine(&settings, &Options { management, long_transaction }).await;
     let mut outcome = CommandOutcome { code: report.exit_code(), ..CommandOutcome::default() };
     if json {
         outcome.line(json!(report));

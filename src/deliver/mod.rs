@@ -15,10 +15,9 @@ use futures_util::future::{join_all, try_join_all};
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
-use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{self, BrokerError, EndKind};
 use order_timeout_amqp::connection::JoinedConnection;
-use order_timeout_amqp::topology::{Sight, Topology, TopologyError, queue_exists};
+use order_timeout_amqp::topology::{PROBE_TYPE, Topology, TopologyError};
 use order_timeout_core::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
 };
@@ -30,10 +29,8 @@ use order_timeout_core::order::Timestamp;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
-use uuid::Uuid;
 
 use crate::config::Settings;
-use crate::observe::canary;
 use unacked_tags::{AckPlan, UnackedTags};
 
 /// Dead letters of the inbox and the processing queue are rare. But if a policy expires or drops alarms, many come at
@@ -57,7 +54,6 @@ pub struct Session {
     number: u64,
     connection: Arc<JoinedConnection>,
     consumers: Vec<ConsumerChannel>,
-    has_former_inbox: bool,
     ended: Ended,
 }
 
@@ -88,7 +84,7 @@ impl SessionEnd {
                 format!("the broker itself failed ({error}), as RabbitMQ 3 does over a message that it cannot deliver")
             }
             EndKind::AckTimeout => ack_timeout_reason(error),
-            EndKind::Other => error.to_string(),
+            EndKind::Other => with_unacked_hint(error.to_string()),
         };
         Self { kind, why }
     }
@@ -99,6 +95,17 @@ fn ack_timeout_reason(error: &lapin::Error) -> String {
     let text = connect::reply(error).map_or_else(|| error.to_string(), |(_, text)| text);
     let what = text.split(". This timeout").next().unwrap_or(&text);
     format!("the broker closed a channel because an alarm was not acknowledged in time ({what}); {ACK_TIMEOUT_HINT}")
+}
+
+/// Shared brokers end a channel or a connection with more unacknowledged messages than they allow.
+fn with_unacked_hint(why: String) -> String {
+    if why.to_ascii_lowercase().contains("unack") {
+        format!(
+            "{why}; the broker limits unacknowledged messages: set worker.prefetch and worker.schedule_prefetch so that a worker's channels stay below its limit (docs/operating/deploy.md)"
+        )
+    } else {
+        why
+    }
 }
 
 /// What to do about a consumer timeout.
@@ -141,15 +148,6 @@ impl Ended {
     }
 }
 
-/// Where a session sends what it reads.
-#[derive(Debug, Clone)]
-pub struct Inboxes {
-    /// Alarms, and messages that are to be parked.
-    pub alarms: mpsc::UnboundedSender<Delivered>,
-    /// Ids of canaries, which are acknowledged at once.
-    pub canaries: mpsc::UnboundedSender<Uuid>,
-}
-
 /// How a session is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Opening {
@@ -158,47 +156,6 @@ pub struct Opening {
     /// Whether an object of the deployment must exist already. A starting worker so refuses a mistyped namespace, while
     /// a worker that has seen the objects may declare all of them again.
     pub must_be_set_up: bool,
-    /// Whether to consume the inbox of former versions as well, if it exists. Asking for a queue that does not exist
-    /// writes an error into the broker's log, so a worker that has not found it once does not ask again.
-    pub wants_former_inbox: bool,
-}
-
-/// Inspects the broker over a session's connection.
-#[derive(Debug, Clone)]
-pub struct Inspector {
-    topology: Topology,
-    connection: Arc<JoinedConnection>,
-    amqp: Arc<AmqpSettings>,
-}
-
-impl Inspector {
-    /// # Errors
-    /// [`TopologyError`] names what is missing.
-    pub async fn look(&self) -> Result<Sight, TopologyError> {
-        self.topology.look(&self.connection).await
-    }
-
-    /// Uses a connection of its own: while RabbitMQ blocks publishers, it stops reading from a connection that
-    /// publishes, and the settlements of a session on it would wait.
-    ///
-    /// # Errors
-    /// [`TopologyError`] names which processing queue is missing.
-    pub async fn look_at_processing(&self) -> Result<Sight, TopologyError> {
-        self.topology.look_at_processing(&self.connection).await
-    }
-
-    /// # Errors
-    /// [`TopologyError`] if the broker does not answer.
-    pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyError> {
-        let connection =
-            connect::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyError::Failed {
-                object: "a connection to test for alternate exchanges".into(),
-                why: fault.to_string(),
-            })?;
-        let found = self.topology.exchange_with_alternate(&connection).await;
-        connect::close(&connection, CLOSE_TIMEOUT).await;
-        found
-    }
 }
 
 /// One channel with its consumer.
@@ -211,11 +168,16 @@ struct ConsumerChannel {
 }
 
 impl Session {
-    /// Connects, declares what is missing, and starts consuming into `inboxes`.
+    /// Connects, declares what is missing, and starts consuming into `alarms`: alarms, and messages that are to be parked.
     ///
     /// # Errors
     /// [`OpenError`]; `Refused` if a retry will not help.
-    pub async fn open(settings: &Settings, kind: &Kind, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
+    pub async fn open(
+        settings: &Settings,
+        kind: &Kind,
+        opening: Opening,
+        alarms: mpsc::UnboundedSender<Delivered>,
+    ) -> Result<Self, OpenError> {
         let name = if kind.is_default() { "worker".to_owned() } else { format!("worker {kind}") };
         let connection = Arc::new(connect::connect(&settings.amqp, &name).await?);
         if let Err(fault) = declare(&settings.topology(), kind, opening, &connection).await {
@@ -227,7 +189,6 @@ impl Session {
             number: opening.number,
             connection,
             consumers: Vec::new(),
-            has_former_inbox: false,
             ended: Ended::default(),
         };
         session.listen_for_unreadable();
@@ -236,7 +197,7 @@ impl Session {
             // First: after the client has given up, a pending request may never complete.
             biased;
             end = ended.reason() => OpenError::Ended(end),
-            consuming = tokio::time::timeout(timeout, session.consume_all(settings, opening, &inboxes)) => match consuming {
+            consuming = tokio::time::timeout(timeout, session.consume_all(settings, &alarms)) => match consuming {
                 Ok(Ok(())) => return Ok(session),
                 Ok(Err(error)) => session.open_error(&error).await,
                 Err(_) => consuming_failed(&format!("the broker did not answer within {timeout:?}")),
@@ -279,23 +240,25 @@ impl Session {
         }
     }
 
-    async fn consume_all(&mut self, settings: &Settings, opening: Opening, inboxes: &Inboxes) -> lapin::Result<()> {
-        let mut sources = sources(settings, &self.kind);
-        let former_inbox = settings.names().former_inbox();
-        // Publishers and slots of former versions still fill it.
-        self.has_former_inbox = opening.wants_former_inbox && queue_exists(&self.connection, &former_inbox).await?;
-        if self.has_former_inbox {
-            let prefetch = settings.worker.schedule_prefetch;
-            sources.push(ConsumedQueue { source: SourceQueue::Inbox, queue: former_inbox, prefetch });
-        }
+    async fn consume_all(
+        &mut self,
+        settings: &Settings,
+        alarms: &mpsc::UnboundedSender<Delivered>,
+    ) -> lapin::Result<()> {
+        let sources = sources(settings, &self.kind);
         for (index, queue) in (0..).zip(sources) {
-            let consumer = self.consume(index, queue, inboxes.clone()).await?;
+            let consumer = self.consume(index, queue, alarms.clone()).await?;
             self.consumers.push(consumer);
         }
         Ok(())
     }
 
-    async fn consume(&self, index: u8, queue: ConsumedQueue, inboxes: Inboxes) -> lapin::Result<ConsumerChannel> {
+    async fn consume(
+        &self,
+        index: u8,
+        queue: ConsumedQueue,
+        alarms: mpsc::UnboundedSender<Delivered>,
+    ) -> lapin::Result<ConsumerChannel> {
         let ConsumedQueue { source, queue, prefetch } = queue;
         let channel = self.connection.create_channel().await?;
         // Before consuming: lapin buffers deliveries without bound.
@@ -307,7 +270,7 @@ impl Session {
             .await?;
         let consumer_channel = ConsumerChannel { source, channel, consumer_tag, unacked: Arc::default() };
         let reader =
-            Reader { session: self.number, channel: index, source, unacked: consumer_channel.unacked.clone(), inboxes };
+            Reader { session: self.number, channel: index, source, unacked: consumer_channel.unacked.clone(), alarms };
         let ended = self.ended.clone();
         tokio::spawn(async move { ended.note(reader.read_all(consumer).await) });
         Ok(consumer_channel)
@@ -316,9 +279,7 @@ impl Session {
     /// Declares objects that were deleted since, except the queues that this worker consumes: deleting one of those ends its
     /// session, and the next session declares it. The session may go on and end meanwhile.
     pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = DeclaredAgain> + use<> {
-        let of_kinds = settings.served_kinds().into_iter().flat_map(|kind| sources(settings, &kind));
-        let consumed = of_kinds.map(|source| source.queue).collect();
-        let (topology, connection) = (settings.topology().but_for_consumed(consumed), self.connection.clone());
+        let (topology, connection) = (topology_of_workers(settings), self.connection.clone());
         async move { topology.declare_by_kind(&connection).await }
     }
 
@@ -330,20 +291,10 @@ impl Session {
         connect::require_another_connection(&settings.amqp, &self.connection).await
     }
 
-    /// Returns an inspector of the broker over this session's connection.
+    /// The connection, for looking at the broker.
     #[must_use]
-    pub fn inspector(&self, settings: &Settings) -> Inspector {
-        Inspector {
-            topology: settings.topology().seen_by(&self.kind),
-            connection: self.connection.clone(),
-            amqp: Arc::new(settings.amqp.clone()),
-        }
-    }
-
-    /// Whether the inbox of former versions exists, and is consumed as well.
-    #[must_use]
-    pub fn has_former_inbox(&self) -> bool {
-        self.has_former_inbox
+    pub fn connection(&self) -> Arc<JoinedConnection> {
+        self.connection.clone()
     }
 
     /// The session number in this session's receipts.
@@ -438,13 +389,21 @@ async fn declare(topology: &Topology, kind: &Kind, opening: Opening, connection:
 
 fn broker_error(fault: TopologyError) -> BrokerError {
     match fault {
-        TopologyError::Failed { .. } | TopologyError::Missing { .. } => BrokerError::Away(fault.to_string()),
+        TopologyError::Failed { .. } | TopologyError::Missing { .. } | TopologyError::QueueLimit { .. } => {
+            BrokerError::Away(fault.to_string())
+        }
         TopologyError::Differs { .. }
         | TopologyError::Refused { .. }
         | TopologyError::NeverSetUp { .. }
         | TopologyError::NoDelayedExchange { .. }
         | TopologyError::NoHashExchange { .. } => BrokerError::Refused(fault.to_string()),
     }
+}
+
+/// All objects; those that this worker consumes are only verified.
+pub(crate) fn topology_of_workers(settings: &Settings) -> Topology {
+    let of_kinds = settings.served_kinds().into_iter().flat_map(|kind| sources(settings, &kind));
+    settings.topology().but_for_consumed(of_kinds.map(|source| source.queue).collect())
 }
 
 /// A queue to consume from.
@@ -489,7 +448,7 @@ struct Reader {
     channel: u8,
     source: SourceQueue,
     unacked: Arc<Mutex<UnackedTags>>,
-    inboxes: Inboxes,
+    alarms: mpsc::UnboundedSender<Delivered>,
 }
 
 impl Reader {
@@ -500,13 +459,11 @@ impl Reader {
                 Ok(delivery) => delivery,
                 Err(error) => return SessionEnd::of(&error),
             };
-            if let Some(id) = canary_in(&delivery.properties) {
+            if delivery.properties.kind().as_ref().is_some_and(|kind| kind.as_str() == PROBE_TYPE) {
                 // Before the next delivery is read: a frame that acknowledges the next could include this one.
                 if let Err(error) = delivery.acker.ack(BasicAckOptions::default()).await {
                     return SessionEnd::of(&error);
                 }
-                // Without the inspections its arrival does not matter.
-                let _ = self.inboxes.canaries.send(id);
                 continue;
             }
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
@@ -515,7 +472,7 @@ impl Reader {
             let content = read(&delivery.data, properties);
             let death = self.needs_death(&content).then(|| last_death(properties)).flatten();
             let delivered = Delivered { receipt, source: self.source, content, death };
-            if self.inboxes.alarms.send(delivered).is_err() {
+            if self.alarms.send(delivered).is_err() {
                 return SessionEnd::other("the worker has stopped");
             }
         }
@@ -529,12 +486,6 @@ impl Reader {
     fn needs_death(&self, content: &Result<DeliveredAlarm, DeadLetter>) -> bool {
         self.source == SourceQueue::Parked || content.as_ref().is_ok_and(|alarm| alarm.returns.early > 0)
     }
-}
-
-fn canary_in(properties: &BasicProperties) -> Option<Uuid> {
-    let [message_type, message_id] = [properties.kind(), properties.message_id()]
-        .map(|property| property.as_ref().map(lapin::types::ShortString::as_str));
-    canary::read(message_type, message_id)
 }
 
 /// Reads a delivered message as an alarm, or as the dead letter that is to be parked.

@@ -53,14 +53,12 @@ causes! {
     RelayStalled = "relay_stalled",
     /// Exchanges, queues or bindings are missing or have other arguments.
     Topology = "topology",
-    /// Alarms that were due did not arrive; the sweep closes their orders.
+    /// The sweep closes orders although a consumer session is open: their alarms did not arrive.
     AlarmsNotArriving = "alarms_not_arriving",
     /// A queue of the wheel confirms nothing; alarms wait in others.
     SlotNotConfirming = "slot_not_confirming",
     /// The broker returns alarms more often than the wheel needs.
     AlarmsCirculate = "alarms_circulate",
-    /// A broker policy expires or drops alarms in the processing queues.
-    BrokerPolicy = "broker_policy",
     /// One of our exchanges has an alternate exchange, which takes unroutable alarms.
     AlternateExchange = "alternate_exchange",
     /// A message that the client library cannot read was found in a queue.

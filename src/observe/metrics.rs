@@ -316,8 +316,6 @@ metrics! {
         "Alarms that wait for their deadline in this worker.";
     early_returns: IntCounter = "order_timeout_alarms_returned_early_total",
         "Alarms that the broker returned more than half a second before their slot's time.";
-    alarms_held_back: IntGauge = "order_timeout_alarms_held_back",
-        "Alarms that wait in this worker because the broker returned them early more than once; a few are re-armed each second.";
     alarms_rearmed: IntCounter = "order_timeout_alarms_rearmed_total",
         "Alarms that the worker published into the wheel or back to the broker, confirmed.";
     alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": ParkReason::WORDS },

@@ -1,11 +1,9 @@
-//! What operators see: logs, metrics, health, and why a worker is degraded. `inspect/` looks for causes in the database,
-//! `canary.rs` for alarms that no longer arrive; `recorder.rs` turns inputs into counts, `close_log.rs` closes into a log
+//! What operators see: logs, metrics, health, and why a worker is degraded. `inspect/` looks for causes; `recorder.rs` turns inputs into counts, `close_log.rs` closes into a log
 //! line, `last_hour.rs` into figures for the page, `served_kinds.rs` lists what is recorded of each kind, `zones.rs` compares
 //! the deadlines of alarms and rows, `traces/` exports spans.
 //!
 //! Observes; changes nothing about an order or an alarm.
 
-pub mod canary;
 mod close_log;
 pub mod degraded;
 pub mod health;

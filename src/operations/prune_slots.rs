@@ -3,7 +3,7 @@
 //! Deletes no other queue, and none that holds a message.
 
 use order_timeout_amqp::connect::{self, BrokerError};
-use order_timeout_amqp::topology::{Names, Pruned, Slot, Slots, TopologyError, prune};
+use order_timeout_amqp::topology::{Pruned, Slot, Slots, TopologyError, prune};
 use order_timeout_core::delay::{RingSettings, Strategy};
 
 use crate::config::Settings;
@@ -24,7 +24,7 @@ pub enum PruneError {
     NoWheel,
 }
 
-/// Prunes the rings of the settings, in the wheel and in that of former versions, and `former`: rings that the settings no longer have.
+/// Prunes the rings of the settings, and `former`: rings that the settings no longer have.
 ///
 /// # Errors
 /// [`PruneError`]; what was deleted before it stays deleted.
@@ -32,19 +32,14 @@ pub async fn prune_slots(settings: &Settings, former: &[RingSettings]) -> Result
     let names = settings.names();
     let slots: Vec<Slot> = if settings.delay.strategy == Strategy::DeadLetter {
         let rings = settings.delay.rings.iter().chain(former);
-        rings.flat_map(|ring| slots_of(&names, ring)).collect()
+        rings.flat_map(|ring| Slots::of_ring(&names, ring)).collect()
     } else if former.is_empty() {
         return Err(PruneError::NoWheel);
     } else {
-        former.iter().flat_map(|ring| slots_of(&names, ring)).collect()
+        former.iter().flat_map(|ring| Slots::of_ring(&names, ring)).collect()
     };
     let connection = connect::connect(&settings.amqp, "prune").await?;
     let pruned = prune(&names, &slots, &connection).await;
     connect::close(&connection, settings.amqp.connect_timeout).await;
     Ok(pruned?)
-}
-
-/// The ring's slots, and those that it has in the wheel of former versions.
-fn slots_of(names: &Names, ring: &RingSettings) -> impl Iterator<Item = Slot> + use<> {
-    Slots::of_ring(names, ring).chain(Slots::of_former_ring(names, ring))
 }

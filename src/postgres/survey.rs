@@ -179,7 +179,7 @@ pub async fn likely_orders(connection: &mut PgConnection) -> Result<Vec<String>,
          FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
          WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname NOT IN ('pg_catalog', 'information_schema')
            AND c.relname ~* '(order|purchase|booking|cart|checkout|reservation)'
-           AND c.relname !~* '(item|line|event|history|log|outbox|canar|timeout)'
+           AND c.relname !~* '(item|line|event|history|log|outbox|timeout)'
            AND EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND a.attname ~* '(status|state)')
            -- Our own default table, if it is empty.
            AND NOT (c.relname = 'orders' AND to_regclass(quote_ident(n.nspname) || '.order_timeout_adoption') IS NOT NULL)

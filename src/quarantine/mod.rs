@@ -170,7 +170,7 @@ pub fn queues<'a>(settings: &Settings, kinds: impl IntoIterator<Item = &'a Kind>
     let names = settings.names();
     let processing = kinds.into_iter().flat_map(|kind| settings.worker.queue_of_each_channel(&names, kind));
     let processing: BTreeSet<String> = processing.collect();
-    processing.into_iter().chain([names.schedule(), names.former_inbox(), names.parked()]).collect()
+    processing.into_iter().chain([names.schedule(), names.parked()]).collect()
 }
 
 /// Searches one queue on its own connection. With a database, moves unreadable messages into `parked_alarms`; without

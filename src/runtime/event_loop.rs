@@ -7,7 +7,7 @@ use std::time::Duration;
 use order_timeout_core::alarm::{Delivered, Receipt, Settlement};
 use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{
-    Action, Batch, BatchResult, ClosingInput, ClosingPolicy, Engine, Input, Policy, Snapshot, Unavailable,
+    Action, Batch, BatchResult, ClosingInput, ClosingPolicy, Engine, Input, Policy, Snapshot, Unavailable, WorkItem,
 };
 use order_timeout_core::order::{ClosedBy, Outcome, Timestamp};
 use tokio::sync::{mpsc, watch};
@@ -26,6 +26,7 @@ use crate::give_way::ClosingFlag;
 use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::inspect::contract_watch::ContractWatch;
+use crate::observe::inspect::sweep_watch::SweepWatch;
 use crate::observe::recorder::KindRecorder;
 use crate::postgres;
 
@@ -50,6 +51,9 @@ pub(super) struct EventLoop {
     outputs: Outputs,
     counted: Counted,
     contract: ContractWatch,
+    sweep: SweepWatch,
+    /// Alarms of later deadlines are expected to arrive in time. `None` without a session.
+    alarms_expected_from: Option<Timestamp>,
     warnings: Warnings,
     recorder: KindRecorder,
 }
@@ -60,6 +64,9 @@ struct Counted {
     early_returns: u64,
     swept: u64,
 }
+
+/// How long after its return a broker may deliver late what waited meanwhile.
+const COMING_BACK: Duration = Duration::from_secs(8);
 
 impl EventLoop {
     pub fn new(
@@ -81,6 +88,8 @@ impl EventLoop {
             outputs,
             counted: Counted::default(),
             contract,
+            sweep: SweepWatch::default(),
+            alarms_expected_from: None,
             warnings: Warnings::default(),
             recorder,
         }
@@ -160,6 +169,8 @@ impl EventLoop {
     fn take(&mut self, input: Input) {
         match &input {
             Input::Closed(batch, result) => self.record_batch(batch, result),
+            Input::SessionOpened(_) => self.alarms_expected_from = Some(self.clock.now() + COMING_BACK),
+            Input::SessionEnded => self.alarms_expected_from = None,
             Input::Rearmed(receipts) => self.recorder.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
             Input::Swept(page) => self.contract.page_found(page, std::time::Instant::now()),
             Input::NotSwept(why) => {
@@ -195,8 +206,8 @@ impl EventLoop {
             }
         }
         let snapshot = self.engine.snapshot(self.clock.now());
-        self.recorder.degraded(Cause::AlarmsCirculate, snapshot.circulation.as_deref());
-        self.recorder.degraded(Cause::BrokerPolicy, snapshot.broker_policy);
+        self.recorder.degraded(Cause::AlarmsCirculate, snapshot.circulation);
+        self.recorder.degraded(Cause::AlarmsNotArriving, self.sweep.why(std::time::Instant::now()).as_deref());
         self.recorder.degraded(Cause::ProviderAway, self.effects.sick_provider().as_deref());
         self.recorder.provider_loads(&self.effects.provider_loads());
     }
@@ -211,12 +222,22 @@ impl EventLoop {
         };
         self.contract.answered(batch, result, std::time::Instant::now());
         let is_done = |outcome| matches!(outcome, Outcome::Closed | Outcome::Claimed);
-        let closed = results.values().flatten().filter(|found| is_done(found.outcome)).count();
-        // Without the broker no alarm is expected.
-        if batch.by == ClosedBy::Sweep && closed > 0 && self.engine.snapshot(self.clock.now()).is_consuming {
-            // They end with the worker's stop.
-            let _ = self.outputs.inspections.send(BrokerInput::Swept);
-            self.warnings.note_swept(closed);
+        let is_closed =
+            |item: &&WorkItem| matches!(results.get(item.alarm.order_id()), Some(Ok(found)) if is_done(found.outcome));
+        // Without the broker no alarm is expected, and for a moment after its return.
+        let Some(expected_from) = self.alarms_expected_from else { return };
+        let closed = batch.items.iter().filter(is_closed);
+        let closed = closed.filter(|item| item.alarm.deadline() >= expected_from).count();
+        let now = std::time::Instant::now();
+        match batch.by {
+            ClosedBy::Alarm => self.sweep.closed(0, closed, now),
+            ClosedBy::Sweep if closed > 0 => {
+                self.sweep.closed(closed, 0, now);
+                // They end with the worker's stop.
+                let _ = self.outputs.inspections.send(BrokerInput::Swept);
+                self.warnings.note_swept(closed);
+            }
+            _ => {}
         }
     }
 
@@ -255,7 +276,6 @@ impl EventLoop {
     fn update_metrics(&self, snapshot: &Snapshot<'_>, now: Timestamp) {
         let metrics = &self.recorder.metrics;
         metrics.alarms_held.set(snapshot.held as i64);
-        metrics.alarms_held_back.set(snapshot.held_back as i64);
         metrics.early_returns.inc_by(snapshot.early_returns - self.counted.early_returns);
         metrics.orders_swept.inc_by(snapshot.swept - self.counted.swept);
         metrics.orders_asked_about.set(snapshot.asked_about as i64);

@@ -16,7 +16,6 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span, debug, info_span, warn};
-use uuid::Uuid;
 
 use super::ack_batcher::AckBatcher;
 use super::active_kinds::{ActiveKinds, ToKind};
@@ -28,7 +27,7 @@ use super::reminders::keep_announcing;
 use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
 use crate::config::Settings;
-use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::deliver::{OpenError, Opening, Session, SessionEnd};
 use crate::effects::brake::Brake;
 use crate::effects::close::Closer;
 use crate::effects::closing::{ClosingEffects, ConfiguredProviders};
@@ -85,23 +84,11 @@ impl<T> Channel<T> {
     }
 }
 
-/// What a kind has of a broker: its first session, unless the broker is away, and the receiving ends of all sessions.
+/// What a kind has of a broker: its first session, unless the broker is away, and where all sessions deliver.
 #[derive(Debug)]
 struct Opened {
     first_session: Option<Session>,
-    wants_former_inbox: bool,
-    inboxes: Inboxes,
-    inbox: mpsc::UnboundedReceiver<Delivered>,
-    canaries: mpsc::UnboundedReceiver<Uuid>,
-}
-
-impl Opened {
-    fn new(wants_former_inbox: bool) -> Self {
-        let (alarms, inbox) = mpsc::unbounded_channel();
-        let (canaries_sender, canaries) = mpsc::unbounded_channel();
-        let inboxes = Inboxes { alarms, canaries: canaries_sender };
-        Self { first_session: None, wants_former_inbox, inboxes, inbox, canaries }
-    }
+    alarms: Channel<Delivered>,
 }
 
 /// What all kinds of a worker share.
@@ -208,22 +195,15 @@ impl KindWorker {
         })
     }
 
-    /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
-    /// consume the inbox of former versions, which one of a worker's kinds must. `is_only`: whether the worker has no other
-    /// kind; of several, one whose own objects are unusable does not keep the others.
+    /// Opens the kind's first session, unless the broker is away. `is_only`: whether the worker has no other kind; of
+    /// several, one whose own objects are unusable does not keep the others.
     ///
     /// # Errors
     /// [`BrokerError::Refused`] if a retry will not help.
-    pub async fn open_session(
-        &mut self,
-        settings: &Settings,
-        wants_former_inbox: bool,
-        is_only: bool,
-    ) -> Result<(), BrokerError> {
-        let mut consumption = Opened::new(wants_former_inbox);
-        let inboxes = &consumption.inboxes;
-        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox };
-        let first_session = match Session::open(settings, &self.kind, opening, inboxes.clone()).await {
+    pub async fn open_session(&mut self, settings: &Settings, is_only: bool) -> Result<(), BrokerError> {
+        let alarms = Channel::new();
+        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true };
+        let first_session = match Session::open(settings, &self.kind, opening, alarms.sender.clone()).await {
             Ok(session) => Some(session),
             Err(OpenError::Broker(BrokerError::Away(why))) => {
                 warn!(kind = %self.kind, %why, "the broker is away; the worker starts without it and keeps trying");
@@ -247,14 +227,13 @@ impl KindWorker {
             Err(OpenError::OwnObjects(why)) => return Err(BrokerError::Refused(why)),
             Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused),
         };
-        consumption.first_session = first_session;
-        self.consumption = Some(consumption);
+        self.consumption = Some(Opened { first_session, alarms });
         Ok(())
     }
 
     /// Leaves it to the supervisor to open the first session, because the others of the worker are open.
     pub fn expect_sessions(&mut self) {
-        self.consumption = Some(Opened::new(false));
+        self.consumption = Some(Opened { first_session: None, alarms: Channel::new() });
     }
 
     /// The session that is open before the worker runs.
@@ -375,19 +354,13 @@ impl BrokerSide {
         let inspections = BrokerInspections::new(
             settings,
             &self.kind,
-            database.clone(),
             publishing.clone(),
             GiveWay::to(&shared.busy_kinds),
             self.recorder.clone(),
         );
-        let inspecting = inspections.run(self.inspection_queue, opened.canaries, shared.stop.clone());
+        let inspecting = inspections.run(self.inspection_queue, shared.stop.clone());
         let supervisor = Supervisor::new(
-            Consumption {
-                settings: settings.clone(),
-                kind: self.kind.clone(),
-                inboxes: opened.inboxes,
-                wants_former_inbox: opened.wants_former_inbox,
-            },
+            Consumption { settings: settings.clone(), kind: self.kind.clone(), alarms: opened.alarms.sender },
             self.ack_batcher,
             self.phase,
             Listeners { inputs: self.inputs, inspections: self.inspections, active_kinds: shared.active_kinds.clone() },
@@ -396,7 +369,7 @@ impl BrokerSide {
         );
         let supervising = supervisor.run(opened.first_session);
         Consuming {
-            inbox: opened.inbox,
+            inbox: opened.alarms.receiver,
             rearmer: Rearmer::new(settings, publishing.confirmed, publishing.slots),
             supervising: tokio::spawn(supervising.instrument(span.clone())),
             inspecting: tokio::spawn(inspecting.instrument(span.clone())),
@@ -448,8 +421,6 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         missing_for: settings.retry.missing_for,
         max_attempts: settings.retry.max_attempts,
         requeue_after: settings.worker.requeue_after,
-        // The prefetch window of one of the two channels: due alarms are delivered through the other.
-        held_back_max: usize::from(settings.worker.prefetch),
         longest_try: longest_try(settings),
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,

@@ -267,7 +267,7 @@ fn warn_about_settings(settings: &Settings) {
 async fn open_sessions(settings: &Settings, kinds: &mut [KindWorker], are_all: bool) -> Result<(), BrokerError> {
     let is_only = are_all && kinds.len() == 1;
     // At the same time, so that a broker that does not answer is waited for once.
-    let opening = kinds.iter_mut().enumerate().map(|(index, kind)| kind.open_session(settings, index == 0, is_only));
+    let opening = kinds.iter_mut().map(|kind| kind.open_session(settings, is_only));
     try_join_all(opening).await?;
     // With all sessions open: the connection for publishing comes on top of them.
     let last = kinds.iter().rev().find_map(KindWorker::first_session);

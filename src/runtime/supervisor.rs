@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout_amqp::publisher::MissingRoute;
+use order_timeout_core::alarm::Delivered;
 use order_timeout_core::engine::Input;
 use order_timeout_core::kind::Kind;
 use tokio::sync::{mpsc, watch};
@@ -18,7 +19,7 @@ use super::active_kinds::ActiveKinds;
 use super::broker_inspections::BrokerInput;
 use super::quarantine::Quarantine;
 use crate::config::Settings;
-use crate::deliver::{DeclaredAgain, Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::deliver::{DeclaredAgain, OpenError, Opening, Session, SessionEnd};
 use crate::loop_backoff::Backoff;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::recorder::KindRecorder;
@@ -57,9 +58,7 @@ pub(super) struct Listeners {
 pub(super) struct Consumption {
     pub settings: Settings,
     pub kind: Kind,
-    pub inboxes: Inboxes,
-    /// Whether to look for the inbox of former versions, until a session has not found it.
-    pub wants_former_inbox: bool,
+    pub alarms: mpsc::UnboundedSender<Delivered>,
 }
 
 pub(super) struct Supervisor {
@@ -98,9 +97,8 @@ impl Supervisor {
                 let opened = Instant::now();
                 self.had_session = true;
                 self.send_to_event_loop(Input::SessionOpened(open.number()));
-                self.send_to_inspections(BrokerInput::SessionOpened(open.inspector(&self.what.settings)));
+                self.send_to_inspections(BrokerInput::SessionOpened(open.connection()));
                 self.recorder.session_opened();
-                self.what.wants_former_inbox = open.has_former_inbox();
                 let end = self.attend(open).await;
                 self.recorder.session_ended(&end.why);
                 self.send_to_event_loop(Input::SessionEnded);
@@ -145,13 +143,9 @@ impl Supervisor {
 
     /// Opens a session; `None` if the worker stops meanwhile.
     async fn open(&mut self) -> Option<Result<Session, OpenError>> {
-        let opening = Opening {
-            number: self.next_session,
-            must_be_set_up: !self.had_session,
-            wants_former_inbox: self.what.wants_former_inbox,
-        };
-        let Consumption { settings, kind, inboxes, .. } = &self.what;
-        let mut opening = pin!(Session::open(settings, kind, opening, inboxes.clone()));
+        let opening = Opening { number: self.next_session, must_be_set_up: !self.had_session };
+        let Consumption { settings, kind, alarms } = &self.what;
+        let mut opening = pin!(Session::open(settings, kind, opening, alarms.clone()));
         tokio::select! {
             opened = &mut opening => return Some(opened),
             _ = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => {}
@@ -275,9 +269,9 @@ fn log_declared(what: &str, declared: &DeclaredAgain) {
         Err(shared) => vec![shared.to_string()],
     };
     if faults.is_empty() {
-        info!(what, "message was unroutable; re-declared missing exchanges and queues");
+        info!(what, "exchanges, queues and bindings are declared again");
     }
     for fault in faults {
-        warn!(what, fault, "message was unroutable; missing exchanges and queues cannot be declared");
+        warn!(what, fault, "exchanges, queues and bindings cannot be declared again");
     }
 }

@@ -8,7 +8,6 @@ use futures_util::stream::FuturesUnordered;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::CancellationToken;
 
-use super::broker_inspections;
 use super::kind_worker::RunningKind;
 
 pub(super) struct Tasks {
@@ -71,12 +70,8 @@ impl Tasks {
         join_all(self.supervising).await;
         self.outboxes_end.cancel();
         join_all(self.until_outboxes_end).await;
-        let ending = self.broker_inspecting.into_iter().map(|mut inspecting| async move {
-            if tokio::time::timeout(broker_inspections::DEREGISTER_TIMEOUT, &mut inspecting).await.is_err() {
-                inspecting.abort();
-            }
-        });
-        join_all(ending).await;
+        // They leave nothing behind, and may wait for the broker.
+        self.broker_inspecting.into_iter().for_each(|inspecting| inspecting.abort());
     }
 }
 

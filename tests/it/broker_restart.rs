@@ -92,7 +92,6 @@ fn deleted_wheel_is_declared_again() {
         let publisher = env.publisher().await;
         schedule(&env, &publisher, 10, 8 * SECOND).await;
         wait_for("every close", async || env.closed().await == 10).await;
-        // Not how many alarms are in them: canaries pass through them as well.
         assert_ne!(env.depths("wheel.").await, [], "the alarms were in the wheel");
         for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".wheel.")) {
             env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();

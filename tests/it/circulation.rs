@@ -1,5 +1,5 @@
 //! Policies on our queues that make the broker return alarms early, drop them or dead-letter them: orders are closed on
-//! time, the alarms do not circulate at full speed, and the worker names the policy.
+//! time, and the alarms do not circulate at full speed.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -94,9 +94,8 @@ fn assert_slowed_down(
         })
         .await;
         let per_second = rearms_per_second(&worker).await;
-        let held_back = Figures::of(&worker).await.get("alarms_held_back");
-        println!("{alarms} alarms, {definition}: {per_second} re-arms a second, {held_back} held back");
-        assert!(per_second <= 10.0 * f64::max(1.0, alarms as f64 / 100.0), "{per_second} re-arms a second");
+        println!("{alarms} alarms, {definition}: {per_second} re-arms a second");
+        assert!(per_second <= 11.0, "{per_second} re-arms a second");
         meanwhile(|| broker.ctl(&["clear_policy", "harmful"]));
         wait_until_cured(&worker, "alarms_circulate").await;
         assert_eq!(env.closed().await, 0, "they still wait");
@@ -127,14 +126,13 @@ fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         schedule(&env, &publisher, alarms, delay).await;
-        // Each alarm returns twice before it is held back, which takes long on a busy machine.
+        // Each alarm returns twice before it waits for a token, which takes long on a busy machine.
         let named = async || why_degraded(&worker, "alarms_circulate").await.is_some();
         wait_within(45 * SECOND, "the cause", named).await;
-        let few = async || rearms_per_second(&worker).await <= 100.0;
+        let few = async || rearms_per_second(&worker).await <= 11.0;
         wait_within(45 * SECOND, "few re-arms", few).await;
-        let figures = Figures::of(&worker).await;
-        let [rearmed, held_back] = ["alarms_rearmed_total", "alarms_held_back"].map(|name| figures.get(name));
-        println!("{alarms} alarms, {definition}: {rearmed} re-arms so far, {held_back} held back");
+        let rearmed = Figures::of(&worker).await.get("alarms_rearmed_total");
+        println!("{alarms} alarms, {definition}: {rearmed} re-arms so far");
         assert!(rearmed <= 5.0 * alarms as f64, "{rearmed} re-arms");
         assert_closed_on_time(&env, &probe, alarms).await;
         worker.stop().await;
@@ -169,12 +167,9 @@ fn expired_alarm_still_closes_its_order() {
         }
         wait_for_dead_letters(&env, 2).await;
         let worker = env.worker().await;
-        let why = wait_until_named(&worker, "broker_policy").await;
-        assert!(why.contains("message-ttl") && why.contains("expiration"), "{why}");
         wait_for("the closes", async || env.closed().await == 2).await;
         env.assert_closed_by_alarms().await;
         assert_eq!(env.parked().await, []);
-        wait_until_cured(&worker, "broker_policy").await;
         worker.stop().await;
         env.assert_drained().await;
     });
@@ -205,12 +200,9 @@ fn alarm_dropped_by_max_length_still_closes() {
         env.deliver(&orders).await;
         wait_for_dead_letters(&env, 2).await;
         let worker = env.worker().await;
-        let why = wait_until_named(&worker, "broker_policy").await;
-        assert!(why.contains("max-length") && why.contains(&env.names().timeout()), "{why}");
         wait_for("the closes", async || env.closed().await == 3).await;
         env.assert_closed_by_alarms().await;
         assert_eq!(env.parked().await, []);
-        wait_until_cured(&worker, "broker_policy").await;
         worker.stop().await;
     });
 }
@@ -238,8 +230,6 @@ fn alarm_beyond_delivery_limit_is_parked() {
         let (reason, detail, _) = env.parked().await.remove(0);
         assert_eq!(reason, "broker_gave_up");
         assert!(detail.contains("delivery limit") && detail.contains("policy with delivery-limit"), "{detail}");
-        assert!(wait_until_named(&worker, "broker_policy").await.contains("delivery-limit"));
-        wait_until_cured(&worker, "broker_policy").await;
         worker.stop().await;
     });
 }

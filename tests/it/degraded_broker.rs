@@ -6,23 +6,23 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lapin::options::QueueDeleteOptions;
+use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldArray, FieldTable, LongString};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::kind::Kind;
+use order_timeout_testkit::away::consumers;
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::skip::skipped;
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
 use tokio::task::JoinHandle;
 
 /// How soon a worker must name a cause, and stop naming it after the cure.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);
-/// How soon after the first missing alarm a worker must name stopped dead-lettering.
-const STOPPED_NAMED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Serves the worker's pages, and uses the default grace of the sweep.
 fn pages_and_sweep(settings: &mut Settings) {
@@ -90,9 +90,7 @@ fn unbound_processing_queue_is_named_and_bound() {
         let ordering = keep_ordering(&env, Duration::from_secs(3));
         wait_for("a close by alarm", async || closed_by(&env, "alarm").await > 0).await;
         unbind_due(&env).await;
-        let due = format!("{:?}", env.names().due());
-        wait_until_named(&worker, "topology", NAMED_WITHIN, &due).await;
-        wait_until_cured(&worker, "topology").await;
+        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "the sweep closed").await;
         let before = closed_by(&env, "alarm").await;
         wait_for("closes by alarm again", async || closed_by(&env, "alarm").await > before + 5).await;
         wait_within(NAMED_WITHIN, "nothing degraded", async || get(&worker, READYZ).await.1 == "ready\n").await;
@@ -121,96 +119,40 @@ async fn have_orders_swept(env: &TestEnv) {
     wait_for("closes by the sweep", async || closed_by(env, "sweep").await >= before + 3).await;
 }
 
-const ARRIVED: &str = "SELECT count(*) FROM canaries WHERE arrived_at IS NOT NULL";
-
 #[test]
-fn either_of_two_workers_receives_canaries() {
+fn orders_without_alarms_are_named() {
     TestEnv::builder().settings(pages_and_sweep).run(async |env| {
-        let workers = [env.worker().await, env.worker().await];
-        have_orders_swept(&env).await;
-        // One directly, one through each of the two rings, and one through each queue of the lane.
-        wait_for("the canaries back", async || {
-            have_orders_swept(&env).await;
-            env.count(ARRIVED).await == 5
-        })
-        .await;
-        for worker in &workers {
-            assert_eq!(get(worker, READYZ).await.1, "ready\n", "orders without alarms are no fault of the broker");
-            let figures = Figures::of(worker).await;
-            for queue in ["timeout", "schedule", "parked"] {
-                let series = format!("alarms_delivered_total{{queue=\"{queue}\"}}");
-                assert_eq!(figures.get(&series), 0.0, "a canary is no alarm");
-            }
-        }
-        for worker in workers {
-            worker.stop().await;
-        }
-        assert_eq!(env.parked().await, []);
-        env.assert_drained().await;
-    });
-}
-
-#[test]
-fn canaries_do_not_reach_foreign_readers() {
-    TestEnv::builder().settings(pages_and_sweep).run(async |env| {
-        // Like a worker of an older version, which would park unknown messages.
-        let queue = env.names().timeout();
-        let foreign = env.broker.create_channel().await.unwrap();
-        let consume =
-            foreign.basic_consume(queue.as_str().into(), "older".into(), Default::default(), FieldTable::default());
-        let consumer = consume.await.unwrap();
         let worker = env.worker().await;
-        let noted = "SELECT count(*) FROM canary_readers";
-        wait_for("a worker that knows canaries", async || env.count(noted).await == 1).await;
+        // What is overdue when a worker starts is no fault of the broker.
         have_orders_swept(&env).await;
-        assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);
-        // Not at once, because older workers also run during an upgrade.
-        wait_for("the consumer named", async || {
+        assert_eq!(why(&worker, "alarms_not_arriving").await, None);
+        wait_for("the cause", async || {
             have_orders_swept(&env).await;
-            let why = why(&worker, "alarms_not_arriving").await;
-            why.is_some_and(|why| why.contains(&format!("1 consumers of {queue:?} are not workers of this version")))
+            why(&worker, "alarms_not_arriving")
+                .await
+                .is_some_and(|why| why.contains("schedule an alarm for every order"))
         })
         .await;
-        assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);
-        foreign.basic_cancel("older".into(), Default::default()).await.unwrap();
-        wait_for("canaries back", async || {
-            have_orders_swept(&env).await;
-            env.count(ARRIVED).await > 0
-        })
-        .await;
+        let ordering = keep_ordering(&env, Duration::from_secs(1));
         wait_until_cured(&worker, "alarms_not_arriving").await;
-        drop(consumer);
-        foreign.close(200, "done".into()).await.unwrap();
+        ordering.abort();
         worker.stop().await;
-        assert_eq!(env.parked().await, []);
-        assert_eq!(env.count(noted).await, 0, "a worker that has stopped hides no consumer");
     });
 }
 
 #[test]
-fn arrivals_that_cannot_be_noted_are_kept() {
+fn lane_declared_as_classic_is_named() {
     TestEnv::builder().settings(pages_and_sweep).run(async |env| {
-        let refuse = "CREATE FUNCTION refuse_arrival() RETURNS trigger LANGUAGE plpgsql AS
-                      $$ BEGIN RAISE EXCEPTION 'not now'; END $$";
-        sqlx::query(refuse).execute(&env.pool).await.unwrap();
-        let trigger = "CREATE TRIGGER refuse_arrival BEFORE UPDATE ON canaries FOR EACH ROW
-                       WHEN (NEW.arrived_at IS NOT NULL) EXECUTE FUNCTION refuse_arrival()";
-        sqlx::query(trigger).execute(&env.pool).await.unwrap();
         let worker = env.worker().await;
-        let overdue = "SELECT count(*) FROM canaries
-                       WHERE arrived_at IS NULL AND clock_timestamp() > due_at + interval '6 seconds'";
-        wait_for("a canary overdue", async || {
-            have_orders_swept(&env).await;
-            assert_eq!(why(&worker, "alarms_not_arriving").await, None);
-            env.count(overdue).await > 0
-        })
-        .await;
-        sqlx::query("DROP TRIGGER refuse_arrival ON canaries").execute(&env.pool).await.unwrap();
-        wait_for("the arrivals noted", async || {
-            assert_eq!(why(&worker, "alarms_not_arriving").await, None);
-            env.count(ARRIVED).await >= 3
-        })
-        .await;
+        let lane = env.names().lane_queue(&Kind::ORDER, "2s", 1);
+        env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+        env.channel.queue_declare(lane.as_str().into(), durable, FieldTable::default()).await.unwrap();
+        wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("queue {lane:?} exists with other arguments"))
+            .await;
+        env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        wait_until_cured(&worker, "topology").await;
+        assert_eq!(env.depth(&lane).await, 0, "it exists");
         worker.stop().await;
     });
 }
@@ -250,10 +192,9 @@ fn alternate_exchange_policy_is_named() {
         bound.await.unwrap();
         ctl(&broker, &["set_policy", "lost", ".*", r#"{"alternate-exchange":"lost"}"#, "--apply-to", "exchanges"])
             .await;
+        wait_until_named(&worker, "alternate_exchange", NAMED_WITHIN, "alternate-exchange").await;
         env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
-        wait_until_named(&worker, "alternate_exchange", Duration::from_secs(2), "alternate-exchange").await;
         wait_until_cured(&worker, "topology").await;
         assert_eq!(env.depth(&lane).await, 0, "it exists");
         ctl(&broker, &["clear_policy", "lost"]).await;
@@ -263,15 +204,14 @@ fn alternate_exchange_policy_is_named() {
 }
 
 #[test]
-fn refused_canary_is_named_as_refused() {
+fn refused_publishing_is_named() {
     on_private_broker(async |env, broker| {
         let worker = env.worker().await;
         ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
-        have_orders_swept(&env).await;
-        let wheel = format!("could not be published to exchange {:?}", env.names().wheel());
-        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
+        let wheel = format!("does not let this user declare or use exchange {:?}", env.names().wheel());
+        wait_until_named(&worker, "topology", NAMED_WITHIN, &wheel).await;
         ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
-        wait_until_cured(&worker, "alarms_not_arriving").await;
+        wait_until_cured(&worker, "topology").await;
         worker.stop().await;
     });
 }
@@ -302,7 +242,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
         publish_malformed_death(&env).await;
         let before = closed_by(&env, "sweep").await;
         wait_for("a close by the sweep", async || closed_by(&env, "sweep").await > before).await;
-        wait_until_named(&worker, "alarms_not_arriving", STOPPED_NAMED_WITHIN, "x-death").await;
+        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "the sweep closed").await;
 
         // As docs/operating/troubleshoot.md says under "Dead-lettering has stopped".
         let poisoned = env.names().lane_queue(&Kind::ORDER, "2s", 0);
@@ -320,5 +260,52 @@ fn stopped_dead_lettering_is_named_and_cured() {
         wait_for("closes by alarm again", async || closed_by(&env, "alarm").await >= before + 10).await;
         wait_until_cured(&worker, "topology").await;
         worker.stop().await;
+    });
+}
+
+#[test]
+fn new_slots_are_not_called_broken() {
+    on_private_broker(async |env, _broker| {
+        let worker = env.worker().await;
+        // RabbitMQ 3.10 refuses messages for a moment after a queue was declared. Each alarm is for another slot.
+        for minutes in 1..=20 {
+            env.deliver(&env.orders(1, Duration::from_secs(50 * minutes)).await).await;
+        }
+        wait_for("every alarm in its slot", async || {
+            assert_eq!(why(&worker, "slot_not_confirming").await, None);
+            env.depth_of_all("wheel.").await == 20
+        })
+        .await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn full_vhost_is_named() {
+    on_private_broker(async |env, broker| {
+        let worker = env.worker().await;
+        ctl(&broker, &["set_vhost_limits", r#"{"max-queues": 1}"#]).await;
+        env.deliver(&env.orders(1, Duration::from_secs(200)).await).await;
+        wait_until_named(&worker, "topology", NAMED_WITHIN, "queue limit").await;
+        let sentence = why(&worker, "topology").await.expect("named");
+        let for_cure = broker.clone();
+        tokio::task::spawn_blocking(move || for_cure.run_printed(&sentence)).await.unwrap();
+        wait_until_cured(&worker, "topology").await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn limit_of_unacknowledged_messages_is_named() {
+    on_private_broker(async |env, broker| {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let worker = WorkerProcess::start_with_log(&env.settings, &log);
+        let timeout = env.names().timeout();
+        wait_for("a session", async || consumers(&env, &timeout).await > 0).await;
+        ctl(&broker, &["close_all_connections", "limit of 1000 unacknowledged messages exceeded"]).await;
+        let logged = || std::fs::read_to_string(&log).unwrap();
+        wait_for("the setting named", async || logged().contains("set worker.prefetch")).await;
+        assert_eq!(worker.terminate(TIMEOUT), 0);
     });
 }

@@ -10,7 +10,7 @@ use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
-use order_timeout::deliver::{Inboxes, OpenError, Opening, Session};
+use order_timeout::deliver::{OpenError, Opening, Session};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, LONGEST_X_DELAY_MS, Route};
@@ -282,10 +282,8 @@ fn publisher_refuses_strategy_without_plugin() {
 
         // Refused, not unavailable: a worker that kept retrying would appear to run.
         let (alarms, _deliveries) = tokio::sync::mpsc::unbounded_channel();
-        let (canaries, _ids) = tokio::sync::mpsc::unbounded_channel();
-        let (opening, inboxes) =
-            (Opening { number: 1, must_be_set_up: false, wants_former_inbox: false }, Inboxes { alarms, canaries });
-        let opened = Session::open(&env.settings, &Kind::ORDER, opening, inboxes).await.map(drop);
+        let opening = Opening { number: 1, must_be_set_up: false };
+        let opened = Session::open(&env.settings, &Kind::ORDER, opening, alarms).await.map(drop);
         assert!(matches!(opened, Err(OpenError::Broker(BrokerError::Refused(_)))), "{opened:?}");
         assert_names_the_plugin(&opened.unwrap_err().to_string());
         let started = Worker::start(env.settings.clone()).await.map(drop);

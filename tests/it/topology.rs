@@ -306,56 +306,6 @@ fn worker_restores_all_but_one_queue() {
     });
 }
 
-/// Declares what a version with the inbox `arm` declared besides: the inbox, and one slot of a coarse ring.
-async fn declare_former_objects(env: &TestEnv, slot_ttl_ms: i64) -> (String, String) {
-    let (inbox, slot) = (env.names().former_inbox(), format!("{}.slot.1m.00", env.settings.namespace));
-    let (durable, none) = (ExchangeDeclareOptions { durable: true, ..Default::default() }, FieldTable::default);
-    env.channel.exchange_declare(inbox.as_str().into(), ExchangeKind::Fanout, durable, none()).await.unwrap();
-    let text = |text: &str| Argument::Text(text.to_owned());
-    let quorum = BTreeMap::from([("x-queue-type", text("quorum"))]);
-    let parked = text(&env.names().parked());
-    let consumed = [("x-dead-letter-exchange", parked), ("x-dead-letter-routing-key", text("parked"))];
-    declare_queue(env, &inbox, &quorum.clone().into_iter().chain(consumed).collect()).await;
-    let to_inbox = [
-        ("x-dead-letter-exchange", text(&inbox)),
-        ("x-dead-letter-strategy", text("at-least-once")),
-        ("x-overflow", text("reject-publish")),
-        ("x-message-ttl", Argument::Number(slot_ttl_ms)),
-    ];
-    declare_queue(env, &slot, &quorum.into_iter().chain(to_inbox).collect()).await;
-    let bind = lapin::options::QueueBindOptions::default();
-    env.channel.queue_bind(inbox.as_str().into(), inbox.as_str().into(), "".into(), bind, none()).await.unwrap();
-    (inbox, slot)
-}
-
-/// The handbook's upgrade: alarms of old publishers and in old slots are processed by new workers.
-#[test]
-fn former_inbox_is_consumed_until_deleted() {
-    TestEnv::builder().settings(order_timeout_testkit::alarms_alone).run(async |env| {
-        let (inbox, slot) = declare_former_objects(&env, 3_000).await;
-        let orders = env.orders(3, Duration::from_secs(6)).await;
-        // One waits in the old inbox, one in an old slot, one comes from an old publisher while the worker runs.
-        let properties = || BasicProperties::default().with_delivery_mode(2);
-        env.publish_raw(&inbox, "", &orders[0].body(), properties()).await;
-        env.publish_raw("", &slot, &orders[1].body(), properties()).await;
-        let worker = env.worker().await;
-        env.publish_raw(&inbox, "", &orders[2].body(), properties()).await;
-        wait_for("every order's close", async || env.closed().await == 3).await;
-        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
-
-        // The operator deletes what is empty; the worker consumes the rest.
-        for queue in [&slot, &inbox] {
-            assert_eq!(env.depth(queue).await, 0, "{queue}");
-            delete_queue(&env, queue).await;
-        }
-        let last = env.order(Duration::from_secs(4)).await;
-        env.publisher().await.schedule(last.id.to_string(), last.deadline).await.unwrap();
-        wait_for("the last close", async || env.closed().await == 4).await;
-        worker.stop().await;
-        env.assert_ledger().await;
-    });
-}
-
 #[test]
 fn setup_declares_few_queues() {
     TestEnv::builder().run(async |env| {

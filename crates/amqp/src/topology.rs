@@ -30,8 +30,8 @@ use crate::connect::{reply, reply_code};
 
 pub use error::TopologyError;
 use error::{Object, explain};
-pub use inspect::{Comparison, SeenQueue, Sight, find_queue, queue_exists};
-pub use names::{DUE_KEY, Names};
+pub use inspect::{Comparison, Head, PROBE_TYPE, SeenQueue, find_queue, peek};
+pub use names::{DUE_KEY, Names, in_shell};
 pub use prune::{Pruned, prune};
 pub use publishing::require_alarm_exchanges;
 pub use slots::{Declared, Slot, Slots, declare_slots};
@@ -125,7 +125,7 @@ pub struct Topology {
     consumed: Vec<String>,
     /// Queues from which workers of one kind take what is due.
     processing: Vec<String>,
-    namespace: String,
+    names: Names,
 }
 
 /// The kind that a binding belongs to. Bindings between exchanges are the default kind's: they lead to its shards.
@@ -149,7 +149,7 @@ impl Topology {
             owners: BTreeMap::new(),
             consumed: Vec::new(),
             processing: (0..shards).map(|shard| names.shard(shard)).collect(),
-            namespace: names.namespace().to_owned(),
+            names: names.clone(),
         };
         topology.add_processing_side(names, shards);
         let others: Vec<&Kind> = lanes.iter().map(|(kind, _)| kind).filter(|kind| !kind.is_default()).collect();
@@ -175,7 +175,7 @@ impl Topology {
     #[must_use]
     pub fn seen_by(mut self, kind: &Kind) -> Self {
         if !kind.is_default() {
-            self.processing = vec![self.names().timeout_of(kind)];
+            self.processing = vec![self.names.timeout_of(kind)];
         }
         self.only(|owner| owner.is_none_or(|owner| owner == kind))
     }
@@ -266,10 +266,6 @@ impl Topology {
         for kind in others {
             self.bind(names.delayed(), names.timeout_of(kind), &Names::due_key(kind));
         }
-    }
-
-    fn names(&self) -> Names {
-        Names::new(&self.namespace)
     }
 
     fn exchange(&mut self, name: String, kind: &'static str) {
@@ -389,7 +385,7 @@ impl Topology {
     }
 
     fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyError {
-        explain(&self.namespace, object, error)
+        explain(&self.names, object, error)
     }
 }
 

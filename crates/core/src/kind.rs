@@ -10,8 +10,6 @@ use serde::{Deserialize, Serialize, Serializer};
 
 /// The default kind's name.
 const ORDER: &str = "order";
-/// What the field `kind` was documented to hold before there were others; it means the default kind.
-const FORMER_WORD: &str = "order.unpaid";
 /// So that a queue's name, which contains it, stays far below the 255 bytes of AMQP.
 const LONGEST: usize = 40;
 
@@ -45,11 +43,6 @@ impl Kind {
             && name.bytes().next().is_some_and(is_letter)
             && name.bytes().all(|byte| is_letter(byte) || byte.is_ascii_digit() || byte == b'_');
         if fits { Ok(Self(Some(name.into()))) } else { Err(KindError(name.chars().take(2 * LONGEST).collect())) }
-    }
-
-    /// Reads the field `kind` of a message, which may have the word of former versions.
-    pub(crate) fn of_wire(word: &str) -> Result<Self, KindError> {
-        if word == FORMER_WORD { Ok(Self::ORDER) } else { Self::new(word) }
     }
 
     /// The name.
@@ -110,7 +103,6 @@ mod tests {
     #[test]
     fn default_kind_has_one_value() {
         assert_eq!(Kind::new("order"), Ok(Kind::ORDER));
-        assert_eq!(Kind::of_wire("order.unpaid"), Ok(Kind::ORDER));
         assert!(Kind::ORDER.is_default() && !Kind::new("orders").unwrap().is_default());
     }
 }

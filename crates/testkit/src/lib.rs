@@ -35,7 +35,6 @@ use lapin::options::{
 use lapin::{BasicProperties, Channel};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
-use order_timeout::observe::canary::CANARY_TYPE;
 use order_timeout::postgres;
 use order_timeout::runtime::{StartError, Worker};
 use order_timeout_amqp::AmqpSettings;
@@ -499,7 +498,7 @@ impl TestEnv {
         }
     }
 
-    /// Empties a queue and returns the bodies, without those of canaries. Includes what a closed consumer returned,
+    /// Empties a queue and returns the bodies. Includes what a closed consumer returned,
     /// even if the queue has not yet requeued it: a marker is published after it, and everything up to the marker is
     /// taken.
     pub async fn take_out(&self, queue: &str) -> Vec<Vec<u8>> {
@@ -510,7 +509,6 @@ impl TestEnv {
             let next = self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
             match next {
                 Some(message) if message.delivery.data == MARKER => return taken,
-                Some(message) if is_canary(&message.delivery.properties) => {}
                 Some(message) => taken.push(message.delivery.data),
                 None => panic!("{queue} has another consumer"),
             }
@@ -556,11 +554,6 @@ impl TestEnv {
         .await
         .unwrap()
     }
-}
-
-/// A worker leaves canaries in a queue if it stops before they arrive.
-fn is_canary(properties: &BasicProperties) -> bool {
-    properties.kind().as_ref().is_some_and(|kind| kind.as_str() == CANARY_TYPE)
 }
 
 /// An order of the shop.

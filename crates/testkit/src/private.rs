@@ -152,6 +152,17 @@ impl Private {
         self.run(command, "ctl")
     }
 
+    /// Runs the first command of `rabbitmqctl` in a text, as it is printed.
+    pub fn run_printed(&self, text: &str) -> String {
+        let (_, command) = text.split_once("rabbitmqctl ").expect("a printed command");
+        let end = ["`", ", ", "; ", " empties"].iter().filter_map(|end| command.find(end)).min();
+        let command = &command[..end.unwrap_or(command.len())];
+        let script = format!("set -- {command}; for word; do printf '%s\\n' \"$word\"; done");
+        let words = Command::new("sh").args(["-c", &script]).output().expect("a shell");
+        let words = String::from_utf8(words.stdout).expect("text");
+        self.ctl(&words.lines().collect::<Vec<_>>())
+    }
+
     fn call(&self, verb: &str, arguments: &[&str]) -> String {
         self.run(self.command(verb, arguments), verb)
     }

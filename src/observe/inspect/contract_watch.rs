@@ -300,7 +300,14 @@ mod tests {
             let alarm = Alarm::new(OrderId::new(id).unwrap(), Timestamp::from_unix_micros(deadline));
             let alarm = DeliveredAlarm::from(alarm);
             let order_id = alarm.order_id().clone();
-            let item = WorkItem { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
+            let item = WorkItem {
+                alarm,
+                origin: Origin::Swept,
+                pauses: 0,
+                disagreements: 0,
+                paused_since: None,
+                has_token: false,
+            };
             let batch = Batch { by: ClosedBy::Sweep, items: vec![item], lock_mode: LockMode::NoWait };
             let found =
                 (outcome != Outcome::Unknown).then_some((order_id, Ok(CloseOutcome { outcome, deadline: None })));

@@ -1,15 +1,17 @@
 //! Inspections of a running worker: whether the database still has what the guarantees depend on, whether the two
-//! statements of the orders contract agree, whether the outboxes are emptied, and whether the workers agree.
+//! statements of the orders contract agree, whether the outboxes are emptied, whether the workers agree, and whether the
+//! sweep has to close orders.
 //!
 //! Finds causes of degradation and names their fix; changes nothing but this worker's own row in
 //! `order_timeout_workers`. `runtime/inspections.rs` decides when the database is queried; `contract_watch.rs`,
-//! `relay_watch.rs` and the judgement in `plan.rs` are pure.
+//! `relay_watch.rs`, `sweep_watch.rs` and the judgement in `plan.rs` are pure.
 
 pub mod contract_watch;
 pub mod plan;
 pub mod registration;
 pub mod relay_watch;
 pub mod schema;
+pub mod sweep_watch;
 
 use std::fmt;
 

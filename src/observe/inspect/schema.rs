@@ -104,18 +104,6 @@ const ALWAYS: &[Table] = &[
         ],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
-    Table {
-        name: "canaries",
-        migration: "20261125120000_canaries.sql",
-        columns: &["path", "id", "queue", "sent_at", "due_at", "waiting_since", "arrived_at"],
-        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
-    },
-    Table {
-        name: "canary_readers",
-        migration: "20261125120000_canaries.sql",
-        columns: &["worker", "namespace", "consumers", "seen_at"],
-        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
-    },
 ];
 
 /// Needed if a kind has reminders.

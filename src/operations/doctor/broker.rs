@@ -5,22 +5,27 @@
 
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::connection::JoinedConnection;
-use order_timeout_amqp::topology::{Comparison, SeenQueue, TopologyError};
+use order_timeout_amqp::topology::{Comparison, Head, Names, SeenQueue, TopologyError, in_shell, peek};
+use order_timeout_core::address::AmqpAddress;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::kind::Kind;
+use secrecy::ExposeSecret;
 
 use super::check::{CheckName, Checks, Finding};
-use super::{Options, canaries, management, workers};
+use super::{Options, management, workers};
 use crate::config::Settings;
-use crate::observe::canary::store::CanaryStore;
 use crate::operations::status::RegisteredWorker;
 use crate::postgres::Database;
 use crate::quarantine::{self, Server};
 
 /// Each missing slot uses up one of a connection's 2 047 channels.
 const MOST_SLOTS: usize = 1_500;
-/// How long a worker that has just started may take to record its consumers.
-const RECORDED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
+/// How long a worker may take to register, and to end its registration: longer than it counts as live after its end.
+const REGISTERED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
+/// Checks of what RabbitMQ makes of arguments.
+const ARGUMENTS: [CheckName; 3] = [CheckName::TopologyArguments, CheckName::QueueType, CheckName::DeadLettering];
+/// Checks of who consumes.
+const READERS: [CheckName; 2] = [CheckName::QueuesRead, CheckName::ForeignConsumers];
 
 /// Checks over AMQP.
 const OVER_AMQP: [CheckName; 10] = {
@@ -35,7 +40,7 @@ const OVER_AMQP: [CheckName; 10] = {
         C::AlternateExchange,
         C::QueuesRead,
         C::ForeignConsumers,
-        C::Canaries,
+        C::DelayQueues,
     ]
 };
 
@@ -50,10 +55,17 @@ pub(super) async fn examine(
     match connect::connect(&settings.amqp, "doctor").await {
         Ok(connection) => {
             match quarantine::server(&settings.amqp).await {
-                Ok(server) => judge_version(&server, settings.delay.strategy, checks),
+                Ok(server) => {
+                    judge_version(&server, settings.delay.strategy, checks);
+                    if server.product != "RabbitMQ" {
+                        // Others ignore arguments that they do not know, and declare the queue.
+                        let why = format!("the broker calls itself {:?}, which need not keep them", server.product);
+                        checks.skip(&ARGUMENTS, &why);
+                    }
+                }
                 Err(fault) => checks.not_known(CheckName::BrokerVersion, fault.to_string()),
             }
-            over_amqp(settings, options, database.zip(workers), &connection, checks).await;
+            over_amqp(settings, database.zip(workers), &connection, checks).await;
             connect::close(&connection, settings.amqp.connect_timeout).await;
         }
         Err(BrokerError::Refused(why) | BrokerError::Away(why)) => {
@@ -68,12 +80,11 @@ pub(super) async fn examine(
             checks.skip(&OVER_AMQP, "there is no connection to the broker");
         }
     }
-    management::examine(settings, options.management.as_ref(), checks).await;
+    management::examine(settings, options.management.as_ref(), database, checks).await;
 }
 
 async fn over_amqp(
     settings: &Settings,
-    options: &Options,
     workers: Option<(&Database, &[RegisteredWorker])>,
     connection: &JoinedConnection,
     checks: &mut Checks,
@@ -82,38 +93,34 @@ async fn over_amqp(
     if settings.delay.strategy == Strategy::DeadLetter {
         match settings.topology().exchange_with_alternate(connection).await {
             Ok(None) => {}
-            Ok(Some(exchange)) => checks.error(CheckName::AlternateExchange, alternate(&exchange)),
+            Ok(Some(exchange)) => {
+                checks.error(CheckName::AlternateExchange, alternate(&exchange, None, &settings.names()));
+            }
+            Err(fault @ TopologyError::Refused { .. }) => judge_topology(settings, &fault, checks),
             Err(fault) => checks.not_known(CheckName::AlternateExchange, fault.to_string()),
         }
     } else {
         checks.not_known(CheckName::AlternateExchange, "the delayed exchange returns every message");
     }
+    if let Err(fault @ TopologyError::QueueLimit { .. }) = settings.topology().require_room(connection).await {
+        judge_topology(settings, &fault, checks);
+    }
+    if let Err(fault) = delay_queues(settings, &seen, connection, checks).await {
+        checks.not_known(CheckName::DelayQueues, fault.to_string());
+    }
     let Some((database, live)) = workers else {
-        let names = [CheckName::QueuesRead, CheckName::ForeignConsumers, CheckName::Canaries];
-        return checks.skip(&names, "the workers are not known without the database");
+        return checks.skip(&READERS, "the workers are not known without the database");
     };
     foreign_in_delay_queues(settings, &seen, checks);
-    let unserved = workers::unserved(settings, live);
     for kind in settings.all_kinds() {
-        if unserved.contains(&kind) {
-            let why = format!("no worker serves the kind {kind}");
-            checks.skip(&[CheckName::QueuesRead, CheckName::Canaries], &why);
-            continue;
-        }
         // A missing queue is named already.
         if checks.has_finding(CheckName::TopologyComplete) {
-            checks.skip(
-                &[CheckName::QueuesRead, CheckName::ForeignConsumers, CheckName::Canaries],
-                "objects are missing on the broker",
-            );
-            continue;
+            checks.skip(&READERS, "objects are missing on the broker");
+        } else if let Some(pause) = workers::paused(database, &kind).await {
+            checks.skip(&READERS, &pause.sentence());
+        } else if let Err(why) = readers(settings, &kind, live, database, connection, checks).await {
+            checks.skip(&READERS, &why);
         }
-        if let Some(pause) = workers::paused(database, &kind).await {
-            checks.skip(&[CheckName::QueuesRead, CheckName::ForeignConsumers, CheckName::Canaries], &pause.sentence());
-            continue;
-        }
-        let is_known = readers(settings, &kind, database, connection, checks).await;
-        canaries::examine(settings, &kind, database, live, options.canary && is_known, checks).await;
     }
 }
 
@@ -162,7 +169,7 @@ async fn topology(settings: &Settings, connection: &JoinedConnection, checks: &m
     let mut note = |compared: Result<Comparison, TopologyError>, checks: &mut Checks| match compared {
         Ok(Comparison { faults, queues }) => {
             seen.extend(queues);
-            faults.iter().for_each(|fault| judge_topology(fault, checks));
+            faults.iter().for_each(|fault| judge_topology(settings, fault, checks));
             true
         }
         Err(fault) => {
@@ -199,7 +206,7 @@ async fn topology(settings: &Settings, connection: &JoinedConnection, checks: &m
     Some(seen)
 }
 
-fn judge_topology(fault: &TopologyError, checks: &mut Checks) {
+fn judge_topology(settings: &Settings, fault: &TopologyError, checks: &mut Checks) {
     const SETUP: &str = "run `order-timeout setup` with the workers' settings";
     match fault {
         TopologyError::Missing { object, .. } | TopologyError::NeverSetUp { namespace: object } => checks.error(
@@ -232,14 +239,20 @@ fn judge_topology(fault: &TopologyError, checks: &mut Checks) {
             let fix = format!("{removal}, then {SETUP}; meanwhile the sweep closes orders");
             checks.error(name, Finding::new(format!("{object} has other arguments: {difference}"), why, fix));
         }
-        TopologyError::Refused { object, why, namespace } => checks.error(
+        TopologyError::Refused { object, why, .. } => checks.error(
             CheckName::BrokerRights,
             Finding::new(
                 format!("the user may not declare or look at {object}: {why}"),
                 "a worker cannot compare its queues, and declares none again that was deleted",
-                format!(
-                    "rabbitmqctl set_permissions -p VHOST USER '^{namespace}\\.' '^{namespace}\\.' '^{namespace}\\.'"
-                ),
+                settings.names().grant(&user(settings)),
+            ),
+        ),
+        TopologyError::QueueLimit { why, raise, .. } => checks.error(
+            CheckName::TopologyComplete,
+            Finding::new(
+                format!("no further queue can be declared: {why}"),
+                "an alarm whose slot of the wheel does not exist yet cannot wait in the broker, and the sweep closes its order late",
+                format!("{raise}, or delete queues that are not needed"),
             ),
         ),
         TopologyError::NoDelayedExchange { .. } | TopologyError::NoHashExchange { .. } => checks.error(
@@ -254,91 +267,134 @@ fn judge_topology(fault: &TopologyError, checks: &mut Checks) {
     }
 }
 
-fn alternate(exchange: &str) -> Finding {
+/// `policy`: the name of the policy, if it is known.
+pub(super) fn alternate(exchange: &str, policy: Option<&str>, names: &Names) -> Finding {
+    let vhost = names.vhost_option();
+    let fix = match policy {
+        Some(policy) => format!("rabbitmqctl clear_policy{vhost} {}", in_shell(policy)),
+        None => format!("rabbitmqctl list_policies{vhost}, then clear_policy of that with alternate-exchange"),
+    };
     Finding::new(
         format!("the exchange {exchange:?} has an alternate exchange, which a policy sets"),
-        "if a queue or binding is missing, alarms go there silently, and their publisher is told that they are scheduled",
-        "let no policy with alternate-exchange match our exchanges: rabbitmqctl list_policies, then clear_policy, or a narrower pattern",
+        "if a queue or binding is missing, messages go there silently, and their publisher is told that they have arrived",
+        format!("{fix}, or give it a pattern that does not match our exchanges"),
     )
+}
+
+/// The user of `amqp.url`.
+fn user(settings: &Settings) -> String {
+    settings.amqp.url.expose_secret().parse::<AmqpAddress>().map_or_else(|_| "USER".to_owned(), |address| address.user)
+}
+
+/// Whether a queue without consumers has this name.
+fn is_delay_queue(names: &Names, queue: &str) -> bool {
+    [names.delay(), names.wheel()].iter().any(|exchange| queue.starts_with(&format!("{exchange}.")))
+}
+
+/// Takes the first message of each delay queue and gives it back.
+async fn delay_queues(
+    settings: &Settings,
+    seen: &[SeenQueue],
+    connection: &JoinedConnection,
+    checks: &mut Checks,
+) -> Result<(), TopologyError> {
+    let names = settings.names();
+    for queue in seen.iter().filter(|queue| queue.ready > 0 && is_delay_queue(&names, &queue.name)) {
+        let SeenQueue { name, ready, .. } = queue;
+        if let Some(Head { has_expiration: false, app_id }) = peek(connection, name).await? {
+            checks.error(
+                CheckName::DelayQueues,
+                Finding::new(
+                    format!("the first of {ready} messages in {name:?} has no expiration (its app-id is {app_id:?})"),
+                    "it stays for as long as the queue keeps any message, and alarms behind it wait with it after their time; the sweep closes their orders late",
+                    format!(
+                        "find its publisher, which must set expiration (docs/WIRE.md); rabbitmqctl purge_queue{} {name} empties the queue at once, and the sweep closes the orders of its alarms",
+                        names.vhost_option()
+                    ),
+                ),
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Consumers of queues that have none.
 fn foreign_in_delay_queues(settings: &Settings, seen: &[SeenQueue], checks: &mut Checks) {
     let names = settings.names();
-    let (lanes, wheel) = (format!("{}.", names.delay()), format!("{}.", names.wheel()));
+    let vhost = names.vhost_option();
     for SeenQueue { name, consumers, .. } in seen.iter().filter(|queue| queue.consumers > 0) {
-        if name.starts_with(&lanes) || name.starts_with(&wheel) {
+        if is_delay_queue(&names, name) {
             checks.error(
                 CheckName::ForeignConsumers,
                 Finding::new(
                     format!("{consumers} consumers take messages from the delay queue {name:?}, which is to have none"),
                     "they take alarms before their time, and the sweep closes those orders late",
-                    format!("stop them; `rabbitmqctl list_consumers queue_name channel_pid` and `list_connections name user client_properties` show whose they are ({name})"),
+                    format!("stop them; `rabbitmqctl list_consumers{vhost} queue_name channel_pid` and `rabbitmqctl list_connections pid name user client_properties` show whose they are"),
                 ),
             );
         }
     }
 }
 
-/// Compares the consumers of a kind's processing queues with those that workers have recorded. Returns whether all are
-/// workers'.
+/// Compares the consumers of a kind's processing queues with the live workers.
 async fn readers(
     settings: &Settings,
     kind: &Kind,
+    live: &[RegisteredWorker],
     database: &Database,
     connection: &JoinedConnection,
     checks: &mut Checks,
-) -> bool {
-    let store = CanaryStore::new(database.clone(), &settings.namespace, kind);
-    let topology = settings.topology().seen_by(kind);
-    for is_last in [false, true] {
-        let look = async {
-            let sight = topology.look_at_processing(connection).await.map_err(|fault| fault.to_string())?;
-            let known = store.known(&[]).await.map_err(|fault| fault.to_string())?;
-            Ok::<_, String>((sight, known.readers))
-        };
-        let (sight, readers) = match look.await {
-            Ok(looked) => looked,
-            Err(why) => {
-                checks.skip(&[CheckName::QueuesRead, CheckName::ForeignConsumers], &why);
-                return false;
-            }
-        };
-        let unread: Vec<&SeenQueue> = sight.queues.iter().filter(|queue| queue.consumers == 0).collect();
-        let foreign = i64::from(sight.consumers()) - readers;
-        if unread.is_empty() && foreign <= 0 {
-            return true;
-        }
-        if !is_last {
-            // A worker that starts, or reconnects, has recorded its consumers by then.
-            tokio::time::sleep(RECORDED_WITHIN).await;
-            continue;
-        }
-        for queue in &unread {
-            let SeenQueue { name, ready, .. } = queue;
-            checks.error(
-                CheckName::QueuesRead,
-                Finding::new(
-                    format!("no worker reads {name:?}, where {ready} messages wait"),
-                    "the sweep closes the orders of these alarms, late",
-                    "start a worker with that queue in worker.take_shards, and compare worker.shards of all workers; if workers run, their /readyz says why they have no session",
-                ),
-            );
-        }
-        if foreign > 0 {
-            let queues: Vec<String> = sight.queues.iter().map(|queue| format!("{:?}", queue.name)).collect();
-            checks.error(
-                CheckName::ForeignConsumers,
-                Finding::new(
-                    format!("{foreign} consumers of {} are not workers of this version", queues.join(", ")),
-                    "what they take is closed by the sweep, late; and no canary can be sent",
-                    "find them with rabbitmqctl list_consumers: stop a consumer that is not a worker, upgrade older workers, restart a worker that hangs",
-                ),
-            );
-        }
-        return foreign <= 0;
+) -> Result<(), String> {
+    let (topology, vhost) = (settings.topology().seen_by(kind), settings.names().vhost_option());
+    let count = async || topology.count_processing(connection).await.map_err(|fault| fault.to_string());
+    let mut found = judge_readers(&vhost, kind, live, &count().await?);
+    if !found.is_empty() {
+        // A worker that starts, stops or reconnects has registered its consumers by then.
+        tokio::time::sleep(REGISTERED_WITHIN).await;
+        let live = workers::live(settings, database).await?;
+        found = judge_readers(&vhost, kind, &live, &count().await?);
     }
-    false
+    if workers::unserved(settings, live).contains(kind) {
+        checks.not_known(CheckName::QueuesRead, format!("no worker serves the kind {kind}"));
+    }
+    found.into_iter().for_each(|(name, finding)| checks.error(name, finding));
+    Ok(())
+}
+
+/// A worker has at most the consumers of one that takes all shards.
+fn judge_readers(
+    vhost: &str,
+    kind: &Kind,
+    live: &[RegisteredWorker],
+    queues: &[SeenQueue],
+) -> Vec<(CheckName, Finding)> {
+    let serving = live.iter().filter(|worker| worker.kinds.iter().any(|served| served == kind.as_str())).count();
+    let mut found = Vec::new();
+    for SeenQueue { name, ready, .. } in queues.iter().filter(|queue| queue.consumers == 0 && serving > 0) {
+        found.push((
+            CheckName::QueuesRead,
+            Finding::new(
+                format!("no worker reads {name:?}, where {ready} messages wait"),
+                "the sweep closes the orders of these alarms, late",
+                "start a worker with that queue in worker.take_shards, and compare worker.shards of all workers; if workers run, their /readyz says why they have no session",
+            ),
+        ));
+    }
+    let consumers: u64 = queues.iter().map(|queue| u64::from(queue.consumers)).sum();
+    // A single queue has two channels.
+    let most = serving * queues.len().max(2);
+    if consumers > most as u64 {
+        let names: Vec<String> = queues.iter().map(|queue| format!("{:?}", queue.name)).collect();
+        found.push((
+            CheckName::ForeignConsumers,
+            Finding::new(
+                format!("{} have {consumers} consumers, and live workers have at most {most}", names.join(", ")),
+                "what others take is closed by the sweep, late",
+                format!("find them with `rabbitmqctl list_consumers{vhost}`: stop a consumer that is not a worker, restart a worker that hangs"),
+            ),
+        ));
+    }
+    found
 }
 
 #[cfg(test)]
@@ -366,15 +422,40 @@ mod tests {
     }
 
     #[test]
+    fn more_consumers_than_workers_have_are_foreign() {
+        let live = RegisteredWorker {
+            host: "shop-1".into(),
+            pid: 7,
+            version: "1".into(),
+            namespace: "order".into(),
+            kinds: vec!["order".into()],
+            since: String::new(),
+            last_seen_s: 0.0,
+            is_live: true,
+        };
+        let of = |consumers, live: &[RegisteredWorker]| {
+            let queue = SeenQueue { name: "order.timeout".into(), ready: 0, consumers };
+            let found = judge_readers("", &Kind::ORDER, live, &[queue]);
+            found.into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(of(0, &[]), []);
+        assert_eq!(of(1, &[]), [CheckName::ForeignConsumers]);
+        let live = [live];
+        assert_eq!(of(0, &live), [CheckName::QueuesRead]);
+        assert_eq!(of(2, &live), []);
+        assert_eq!(of(3, &live), [CheckName::ForeignConsumers]);
+    }
+
+    #[test]
     fn differing_argument_decides_check() {
         let name = |argument: &str| {
             let fault = TopologyError::Differs {
                 object: "queue \"order.timeout\"".into(),
                 difference: format!("PRECONDITION_FAILED - inequivalent arg '{argument}' for queue 'order.timeout'"),
-                removal: "delete it",
+                removal: "delete it".into(),
             };
             let mut checks = Checks::default();
-            judge_topology(&fault, &mut checks);
+            judge_topology(&Settings::defaults(), &fault, &mut checks);
             checks.report(&[]).checks[0].name
         };
         assert_eq!(name("x-queue-type"), CheckName::QueueType);

@@ -16,8 +16,6 @@ use crate::postgres::{self, Database, DatabaseError, one_line};
 
 /// README, "It needs": PostgreSQL 13.
 const OLDEST_VERSION: i32 = 130_000;
-/// Tables that a crash may empty, because they are written again within a minute.
-const UNLOGGED: [&str; 2] = ["canaries", "canary_readers"];
 /// Fewer dead rows cost nothing, whatever their share.
 const MANY_DEAD_ROWS: i64 = 10_000;
 /// Autovacuum keeps them below a fifth, by default.
@@ -293,7 +291,7 @@ pub(super) fn of_cause(cause: Cause, Fault { what, fix }: &Fault, checks: &mut C
 }
 
 fn judge_unlogged(tables: &[Table], checks: &mut Checks) {
-    for table in tables.iter().filter(|table| table.is_unlogged && !UNLOGGED.contains(&table.name.as_str())) {
+    for table in tables.iter().filter(|table| table.is_unlogged) {
         let name = &table.name;
         checks.error(
             CheckName::SchemaLogged,

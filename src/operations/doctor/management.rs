@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_compat::Compat;
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::connect_raw;
-use order_timeout_amqp::topology::Binding;
+use order_timeout_amqp::topology::{Binding, Names, in_shell};
 use order_timeout_core::address::AmqpAddress;
 use order_timeout_core::order::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
@@ -19,9 +19,10 @@ use time::format_description::well_known::Rfc2822;
 use url::Url;
 
 use super::check::{CheckName, Checks, Finding};
-use super::clocks;
+use super::{broker, clocks, server};
 use crate::config::Settings;
 use crate::http;
+use crate::postgres::Database;
 
 /// The form of the address, in errors.
 const FORM: &str = "http://user:password@host:15672";
@@ -75,7 +76,12 @@ fn decoded(text: &str) -> String {
     url::form_urlencoded::parse(pair.as_bytes()).next().map(|(_, value)| value.into_owned()).unwrap_or_default()
 }
 
-pub(super) async fn examine(settings: &Settings, address: Option<&ManagementAddress>, checks: &mut Checks) {
+pub(super) async fn examine(
+    settings: &Settings,
+    address: Option<&ManagementAddress>,
+    database: Option<&Database>,
+    checks: &mut Checks,
+) {
     let Some(address) = address else {
         return checks
             .skip(&OVER_HTTP, "only the broker's management API shows it: give its address with --management");
@@ -84,7 +90,7 @@ pub(super) async fn examine(settings: &Settings, address: Option<&ManagementAddr
         return checks.skip(&OVER_HTTP, "amqp.url is not valid");
     };
     let api = Api { settings, address, amqp };
-    let vhost = api.vhost();
+    let vhost = encoded(&api.amqp.vhost);
     let names = settings.queue_names();
     match api.get(&format!("/api/bindings/{vhost}")).await {
         Ok((bindings, date)) => {
@@ -93,9 +99,17 @@ pub(super) async fn examine(settings: &Settings, address: Option<&ManagementAddr
                 true => checks.not_known(CheckName::TopologyBindings, "objects are missing on the broker"),
                 false => judge_bindings(&settings.topology().bindings, &bindings, checks),
             }
+            if let Some(database) = database
+                && server::has_sent_events(database).await
+            {
+                judge_events(&settings.names().events(), &bindings, checks);
+            }
             api.clock(date.as_deref(), checks).await;
         }
         Err(why) => checks.skip(&[CheckName::TopologyBindings, CheckName::BrokerClock], &why),
+    }
+    if let Err(why) = alternates(&api, &vhost, checks).await {
+        checks.not_known(CheckName::AlternateExchange, why);
     }
     let columns = "name,policy,operator_policy,effective_policy_definition";
     match api.get(&format!("/api/queues/{vhost}?columns={columns}")).await {
@@ -112,6 +126,39 @@ pub(super) async fn examine(settings: &Settings, address: Option<&ManagementAddr
     }
 }
 
+/// Alternate exchanges of all our exchanges; over AMQP only those of direct ones are seen.
+async fn alternates(api: &Api<'_>, vhost: &str, checks: &mut Checks) -> Result<(), String> {
+    let names = api.settings.names();
+    let (exchanges, _) = api.get(&format!("/api/exchanges/{vhost}?columns=name,policy")).await?;
+    let ours: Vec<String> = api.settings.topology().exchanges.into_iter().map(|exchange| exchange.name).collect();
+    for exchange in exchanges.as_array().map_or(&[][..], Vec::as_slice) {
+        let (name, policy) = (text(exchange, "name"), text(exchange, "policy"));
+        if policy.is_empty() || !ours.iter().any(|our| our == name) {
+            continue;
+        }
+        let path = format!("/api/policies/{vhost}/{}", encoded(policy));
+        let (policy_found, _) = api.get(&path).await.map_err(|why| {
+            format!("the exchange {name:?} has the policy {policy:?}, whose definition only a user with the tag policymaker can read: {why}")
+        })?;
+        if !policy_found["definition"]["alternate-exchange"].is_null() {
+            // It says more than what AMQP shows.
+            checks.forget(CheckName::AlternateExchange);
+            checks.error(CheckName::AlternateExchange, broker::alternate(name, Some(policy), &names));
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Encoded as a part of a path.
+fn encoded(text: &str) -> String {
+    let encode = |byte: u8| match byte {
+        byte if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) => char::from(byte).to_string(),
+        byte => format!("%{byte:02X}"),
+    };
+    text.bytes().map(encode).collect()
+}
+
 struct Api<'a> {
     settings: &'a Settings,
     address: &'a ManagementAddress,
@@ -119,15 +166,6 @@ struct Api<'a> {
 }
 
 impl Api<'_> {
-    /// The virtual host, encoded as a part of a path.
-    fn vhost(&self) -> String {
-        let encode = |byte: u8| match byte {
-            byte if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) => char::from(byte).to_string(),
-            byte => format!("%{byte:02X}"),
-        };
-        self.amqp.vhost.bytes().map(encode).collect()
-    }
-
     /// A connection with the certificates of the section `amqp`.
     async fn get(&self, path: &str) -> Result<(Value, Option<String>), String> {
         let ManagementAddress { is_tls, host, port, account } = self.address;
@@ -193,6 +231,21 @@ fn judge_bindings(wanted: &[Binding], found: &Value, checks: &mut Checks) {
     }
 }
 
+/// Events that were published to no queue are gone.
+fn judge_events(exchange: &str, found: &Value, checks: &mut Checks) {
+    let found = found.as_array().map_or(&[][..], Vec::as_slice);
+    if found.iter().all(|binding| text(binding, "source") != exchange) {
+        checks.warning(
+            CheckName::TopologyBindings,
+            Finding::new(
+                format!("no queue is bound to the exchange {exchange:?}, and events have been published to it"),
+                "every event is lost, so no service learns that an order was closed",
+                "declare a queue for each listener and bind it (docs/LISTENING.md), or ignore this if nothing is to listen",
+            ),
+        );
+    }
+}
+
 /// What a policy's key does to our queues.
 const POLICY_KEYS: [(&str, &str); 9] = [
     ("message-ttl", "alarms expire before their time"),
@@ -232,7 +285,7 @@ fn judge_policies(ours: &[String], queues: &Value, settings: &Settings, checks: 
             }
             named.push(of_all);
             let what = format!("the {policies} sets {key} = {value} for our queue {name:?}, and perhaps for others");
-            let finding = Finding::new(what, effect, clear_policy(queue));
+            let finding = Finding::new(what, effect, clear_policy(queue, &settings.names()));
             match key.starts_with("dead-letter") || value == "reject-publish" {
                 // Our own argument wins.
                 true => checks.warning(CheckName::Policies, finding),
@@ -248,7 +301,7 @@ fn judge_policies(ours: &[String], queues: &Value, settings: &Settings, checks: 
                 Finding::new(
                     format!("the {policies} sets consumer-timeout to {timeout:?} for {name:?}, and a worker may need {least:?}"),
                     "the broker closes the worker's session again and again, and alarms are delivered anew",
-                    format!("raise it well above worker.hold_max and worker.requeue_after, or {}", clear_policy(queue)),
+                    format!("raise it well above worker.hold_max and worker.requeue_after, or {}", clear_policy(queue, &settings.names())),
                 ),
             );
         }
@@ -261,15 +314,15 @@ fn judge_policies(ours: &[String], queues: &Value, settings: &Settings, checks: 
     }
 }
 
-fn clear_policy(queue: &Value) -> String {
+fn clear_policy(queue: &Value, names: &Names) -> String {
     let narrow = "or give it a pattern that does not match our queues";
+    let clear = |what: &str, name: &str| format!("rabbitmqctl clear_{what}{} {}", names.vhost_option(), in_shell(name));
     match (text(queue, "policy"), text(queue, "operator_policy")) {
-        (policy, "") => format!("rabbitmqctl clear_policy {policy}, {narrow}"),
-        ("", policy) => format!("rabbitmqctl clear_operator_policy {policy}, {narrow}"),
+        (policy, "") => format!("{}, {narrow}", clear("policy", policy)),
+        ("", policy) => format!("{}, {narrow}", clear("operator_policy", policy)),
         (policy, operator) => {
-            format!(
-                "rabbitmqctl clear_policy {policy} or clear_operator_policy {operator}, whichever sets it, {narrow}"
-            )
+            let [policy, operator] = [clear("policy", policy), clear("operator_policy", operator)];
+            format!("{policy}, or {operator}, whichever sets it, {narrow}")
         }
     }
 }

@@ -1,12 +1,11 @@
 //! `doctor`: looks at everything that closing orders on time depends on, and says what is wrong, why it matters and how
 //! to fix it.
 //!
-//! Changes nothing; sends canaries only where that is asked for. `check.rs` has the checks by name. The others each read
+//! Changes nothing. `check.rs` has the checks by name. The others each read
 //! from one place and judge what they read by functions without I/O.
 
 mod addresses;
 mod broker;
-mod canaries;
 mod check;
 mod clocks;
 mod database;
@@ -26,8 +25,6 @@ use crate::config::Settings;
 /// What is to be looked at besides what is always looked at.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Send a canary on each path that answers within seconds, and wait for it.
-    pub canary: bool,
     /// The broker's management API.
     pub management: Option<ManagementAddress>,
     /// A transaction that is open for longer is a finding.
@@ -39,7 +36,7 @@ pub const LONG_TRANSACTION: Duration = Duration::from_secs(300);
 
 impl Default for Options {
     fn default() -> Self {
-        Self { canary: false, management: None, long_transaction: LONG_TRANSACTION }
+        Self { management: None, long_transaction: LONG_TRANSACTION }
     }
 }
 

@@ -190,6 +190,12 @@ pub(super) async fn closes(database: &Database, within: Duration) -> Result<(i64
     row.and_then(|row| Ok((row.try_get("swept")?, row.try_get("closed")?))).map_err(|error| one_line(&error))
 }
 
+/// Whether an event was published and is not deleted yet; not if that cannot be read.
+pub(super) async fn has_sent_events(database: &Database) -> bool {
+    let select = sqlx::query_scalar("SELECT EXISTS (SELECT FROM event_outbox WHERE sent_at IS NOT NULL)");
+    database.run(async |connection| select.fetch_one(connection).await).await.unwrap_or(false)
+}
+
 /// The database's time, between our own before and after it.
 ///
 /// # Errors

@@ -71,12 +71,16 @@ pub(super) async fn examine(
     live
 }
 
+/// The live workers of this namespace.
+pub(super) async fn live(settings: &Settings, database: &Database) -> Result<Vec<RegisteredWorker>, String> {
+    let mut workers = status::workers(database).await?;
+    workers.retain(|worker| worker.is_live && worker.namespace == settings.namespace);
+    Ok(workers)
+}
+
 async fn live_workers(settings: &Settings, database: &Database, checks: &mut Checks) -> Option<Vec<RegisteredWorker>> {
-    match status::workers(database).await {
-        Ok(mut workers) => {
-            workers.retain(|worker| worker.is_live && worker.namespace == settings.namespace);
-            Some(workers)
-        }
+    match live(settings, database).await {
+        Ok(workers) => Some(workers),
         Err(why) => {
             checks.skip(&[CheckName::WorkersAlive, CheckName::KindsServed, CheckName::OrdersOverdue], &why);
             None

@@ -49,7 +49,6 @@ fn policy() -> Policy {
         missing_for: Duration::from_secs(30),
         max_attempts: 2,
         requeue_after: Duration::from_secs(10),
-        held_back_max: 1_000,
         longest_try: Duration::from_secs(4),
         sweep_every: Duration::from_secs(100_000),
         sweep_grace: Duration::from_millis(500),

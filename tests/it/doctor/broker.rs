@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use lapin::BasicProperties;
 use lapin::options::{BasicConsumeOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::Settings;
 use order_timeout::operations::doctor::CheckName;
-use order_timeout_amqp::topology::{Argument, DUE_KEY};
+use order_timeout_amqp::topology::{Argument, DUE_KEY, declare_slots};
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::paths::{repository, scratch_folder};
@@ -17,7 +18,7 @@ use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_parts};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
-use super::{PASSWORD, Stack, here, only, register};
+use super::{PASSWORD, Stack, here, only};
 
 /// The compose stack's configuration, with the management API on this port of the loopback interface, and statistics that
 /// are half a second old instead of five.
@@ -32,8 +33,16 @@ fn with_management(port: u16) -> PathBuf {
     path
 }
 
+/// Not the default one, and not a word to a shell.
+const VHOST: &str = "shop's orders";
+
 fn ctl(broker: &Private, arguments: &[&str]) {
     meanwhile(|| broker.ctl(arguments));
+}
+
+/// A command about [`VHOST`].
+fn ctl_there(broker: &Private, command: &str, arguments: &[&str]) {
+    ctl(broker, &[&[command, "-p", VHOST], arguments].concat());
 }
 
 #[test]
@@ -42,9 +51,11 @@ fn each_broken_broker_is_found() {
     let config = with_management(port);
     let broker = Arc::new(Private::broker(&["--config", config.to_str().unwrap(), "--plugin", "rabbitmq_management"]));
     std::fs::remove_file(&config).unwrap();
+    broker.ctl(&["add_vhost", VHOST]);
+    broker.ctl(&["set_permissions", "-p", VHOST, "guest", ".*", ".*", ".*"]);
     let database = Arc::new(Private::postgres(&[]));
     let adjust = |settings: &mut Settings| {
-        settings.amqp.url = broker.url.clone().into();
+        settings.amqp.url = with_parts(&broker.url.clone().into(), None, None, Some("shop%27s%20orders"));
         let name = settings.database.url.expose_secret().rsplit('/').next().unwrap().to_owned();
         settings.database.url = database.url.clone().into();
         settings.database.url = settings.database.url_of(&name);
@@ -58,7 +69,9 @@ async fn broken_brokers_are_found(env: Arc<TestEnv>, broker: &Private, port: u16
     stack.options.management = Some(format!("http://127.0.0.1:{port}").parse().unwrap());
     stack.wait_until_nothing_found("the start").await;
     policies_are_found(&stack, broker).await;
-    wrong_queues_are_found(&stack).await;
+    wrong_queues_are_found(&stack, broker).await;
+    lost_and_stuck_messages_are_found(&stack, broker).await;
+    full_vhost_is_found(&stack, broker).await;
     foreign_consumer_is_found(&stack).await;
     wrong_accounts_are_found(&mut stack, broker).await;
     ctl(broker, &["set_disk_free_limit", "900000GB"]);
@@ -84,27 +97,65 @@ async fn policies_are_found(stack: &Stack, broker: &Private) {
         (CheckName::Policies, "set_policy", "clear_policy", r#"{"dead-letter-exchange": "lost"}"#, "queues"),
         (CheckName::Policies, "set_operator_policy", "clear_operator_policy", r#"{"max-length": 1000}"#, "queues"),
         (CheckName::Policies, "set_operator_policy", "clear_operator_policy", r#"{"expires": 3600000}"#, "queues"),
-        (
-            CheckName::AlternateExchange,
-            "set_policy",
-            "clear_policy",
-            r#"{"alternate-exchange": "amq.fanout"}"#,
-            "exchanges",
-        ),
+        (CheckName::AlternateExchange, "set_policy", "clear_policy", ALTERNATE, "exchanges"),
     ] {
-        ctl(broker, &[set, "wide", &pattern, definition, "--apply-to", apply_to]);
+        ctl_there(broker, set, &["too wide", &pattern, definition, "--apply-to", apply_to]);
         let finding = stack.found_in_time(check).await;
         assert!(finding.fix.contains(clear), "{finding:?}");
-        ctl(broker, &[clear, "wide"]);
+        meanwhile(|| broker.run_printed(&finding.fix));
         stack.wait_until_nothing_found("the policy cleared").await;
     }
+    let events = format!("^{}\\.events$", stack.env.settings.namespace);
+    ctl_there(broker, "set_policy", &["events", &events, ALTERNATE, "--apply-to", "exchanges"]);
+    let finding = stack.found_in_time(CheckName::AlternateExchange).await;
+    assert!(finding.what.contains(".events"), "{finding:?}");
+    meanwhile(|| broker.run_printed(&finding.fix));
+    stack.wait_until_nothing_found("that policy cleared").await;
+}
+
+const ALTERNATE: &str = r#"{"alternate-exchange": "amq.fanout"}"#;
+
+/// Events that reach no queue, and alarms behind a message that does not expire.
+async fn lost_and_stuck_messages_are_found(stack: &Stack, broker: &Private) {
+    let (env, none) = (&stack.env, FieldTable::default());
+    let events = env.names().events();
+    stack
+        .sql("INSERT INTO event_outbox (routing_key, type, payload, sent_at) VALUES ('order.closed', 't', '{}', now())")
+        .await;
+    let finding = stack.found_in_time(CheckName::TopologyBindings).await;
+    assert!(finding.what.contains(&events) && finding.why.contains("every event is lost"), "{finding:?}");
+    let (to, from) = ("lost", events.as_str());
+    env.channel.queue_bind(to.into(), from.into(), "#".into(), Default::default(), none).await.unwrap();
+    stack.wait_until_nothing_found("a queue bound").await;
+    stack.sql("DELETE FROM event_outbox").await;
+
+    let slot = env.settings.slots().all().last().expect("a slot");
+    declare_slots(&env.names(), &[slot.clone()], &env.broker).await.all().unwrap();
+    let stuck = BasicProperties::default().with_app_id("shop".into());
+    env.publish_raw(&slot.binding.exchange, &slot.binding.routing_key, b"{}", stuck).await;
+    wait_for("the message", async || env.depth(&slot.queue.name).await == 1).await;
+    let finding = stack.found(CheckName::DelayQueues).await;
+    assert!(finding.what.contains(&slot.queue.name) && finding.what.contains("\"shop\""), "{finding:?}");
+    assert_eq!(env.depth(&slot.queue.name).await, 1, "it was given back");
+    meanwhile(|| broker.run_printed(&finding.fix));
+    stack.assert_nothing_found("the queue empty").await;
+}
+
+async fn full_vhost_is_found(stack: &Stack, broker: &Private) {
+    let queues = meanwhile(|| broker.ctl(&["list_queues", "-q", "-p", VHOST, "name"])).lines().count();
+    // One line has the headers. A smaller limit than there are queues is reached as well.
+    ctl_there(broker, "set_vhost_limits", &[&format!(r#"{{"max-queues": {}}}"#, queues - 1)]);
+    let finding = stack.found(CheckName::TopologyComplete).await;
+    assert!(finding.what.contains("queue limit"), "{finding:?}");
+    meanwhile(|| broker.run_printed(&finding.fix));
+    stack.assert_nothing_found("the limit raised").await;
 }
 
 fn text(text: &str) -> AMQPValue {
     AMQPValue::LongString(text.into())
 }
 
-async fn wrong_queues_are_found(stack: &Stack) {
+async fn wrong_queues_are_found(stack: &Stack, broker: &Private) {
     let (env, names) = (&stack.env, stack.env.names());
     let lane = names.lane_queue(&Kind::ORDER, "2s", 1);
     let delete = async || env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
@@ -153,7 +204,7 @@ async fn wrong_queues_are_found(stack: &Stack) {
         let named = report.findings().map(|(name, _)| name).find(|_| is_classic);
         let finding = only(&report, named.filter(|name| *name == CheckName::DeadLettering).unwrap_or(check));
         assert!(finding.what.contains(&lane) && finding.fix.contains("rabbitmqctl delete_queue"), "{finding:?}");
-        delete().await;
+        meanwhile(|| broker.run_printed(&finding.fix));
         set_up().await;
         stack.assert_nothing_found("the queue declared again").await;
     }
@@ -168,32 +219,29 @@ async fn wrong_queues_are_found(stack: &Stack) {
 
 async fn foreign_consumer_is_found(stack: &Stack) {
     let lane = stack.env.names().lane_queue(&Kind::ORDER, "2s", 0);
-    for (queue, has_worker) in [(lane, false), (stack.env.names().timeout(), true)] {
+    for queue in [lane, stack.env.names().timeout()] {
         let channel = stack.env.broker.create_channel().await.unwrap();
         let (options, none) = (BasicConsumeOptions::default(), FieldTable::default());
         let consumer = channel.basic_consume(queue.as_str().into(), "foreign".into(), options, none).await.unwrap();
-        if has_worker {
-            register(stack, "{order}", "{}").await;
-        }
         let finding = stack.found(CheckName::ForeignConsumers).await;
         assert!(finding.what.contains(&queue) && finding.fix.contains("rabbitmqctl list_consumers"), "{finding:?}");
         channel.basic_cancel("foreign".into(), Default::default()).await.unwrap();
         drop(consumer);
         channel.close(200, "done".into()).await.unwrap();
-        stack.sql("DELETE FROM order_timeout_workers").await;
         stack.assert_nothing_found("the consumer stopped").await;
     }
 }
 
 async fn wrong_accounts_are_found(stack: &mut Stack, broker: &Private) {
-    ctl(broker, &["set_permissions", "guest", "^$", ".*", ".*"]);
-    assert!(stack.found_in_time(CheckName::BrokerRights).await.fix.contains("set_permissions"));
-    ctl(broker, &["set_permissions", "guest", ".*", ".*", ".*"]);
+    ctl_there(broker, "set_permissions", &["guest", "^$", ".*", ".*"]);
+    let finding = stack.found_in_time(CheckName::BrokerRights).await;
+    meanwhile(|| broker.run_printed(&finding.fix));
     stack.wait_until_nothing_found("the rights given").await;
 
     let good = stack.settings.clone();
     ctl(broker, &["add_user", "order-worker", "worker-dev"]);
-    ctl(broker, &["set_permissions", "order-worker", ".*", ".*", ".*"]);
+    ctl_there(broker, "set_permissions", &["guest", ".*", ".*", ".*"]);
+    ctl_there(broker, "set_permissions", &["order-worker", ".*", ".*", ".*"]);
     ctl(broker, &["set_user_tags", "order-worker", "monitoring"]);
     stack.settings.amqp.url = with_parts(&good.amqp.url, Some("order-worker:worker-dev"), None, None);
     let finding = stack.found(CheckName::BrokerPassword).await;
@@ -209,9 +257,10 @@ async fn wrong_accounts_are_found(stack: &mut Stack, broker: &Private) {
 /// As an operator sees it: with a worker, over the command line.
 async fn healthy_stack_has_no_finding(stack: &Stack, port: u16) {
     let worker = WorkerProcess::start(&stack.settings);
-    wait_for("a worker", async || stack.env.count("SELECT count(*) FROM canary_readers").await > 0).await;
+    stack.wait_until_nothing_found("a worker").await;
+    wait_for("a worker", async || stack.env.count("SELECT count(*) FROM order_timeout_workers").await > 0).await;
     let management = format!("http://127.0.0.1:{port}");
-    let arguments = ["doctor", "--canary", "--management", &management];
+    let arguments = ["doctor", "--management", &management];
     let (code, stdout, stderr) = call_with(&stack.settings, &[&arguments[..], &["--json"]].concat()).await;
     assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
     let report: Value = serde_json::from_str(&stdout).unwrap();
@@ -220,10 +269,6 @@ async fn healthy_stack_has_no_finding(stack: &Stack, port: u16) {
     for check in checks {
         assert_eq!(check["status"], "ok", "{check}");
     }
-    let canaries =
-        checks.iter().find(|check| check["name"] == "canaries").unwrap()["what"].as_str().unwrap().to_owned();
-    let direct = format!("{} ", stack.env.names().due());
-    assert!(canaries.contains(&direct) && canaries.contains("ms after its time"), "{canaries}");
     let (code, stdout, stderr) = call_with(&stack.settings, &["doctor"]).await;
     assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
     assert!(stdout.contains("give its address with --management"), "{stdout}");

@@ -52,9 +52,9 @@ const IN_SQL: [Broken; 15] = {
         ),
         broken(
             C::SchemaComplete,
-            "ALTER TABLE canaries RENAME COLUMN queue TO former",
-            "the column canaries.queue is missing",
-            Sql("add it", "ALTER TABLE canaries RENAME COLUMN former TO queue"),
+            "ALTER TABLE alarm_outbox RENAME COLUMN traceparent TO other",
+            "the column alarm_outbox.traceparent is missing",
+            Sql("add it", "ALTER TABLE alarm_outbox RENAME COLUMN other TO traceparent"),
         ),
         broken(
             C::RoleRights,

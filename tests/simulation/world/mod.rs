@@ -186,7 +186,6 @@ pub fn policy() -> Policy {
         missing_for: Duration::from_secs(5),
         max_attempts: 2,
         requeue_after: Duration::from_secs(4),
-        held_back_max: 1_000,
         longest_try: Duration::from_secs(8),
         sweep_every: Duration::from_millis(250),
         sweep_grace: Duration::from_millis(500),

@@ -18,7 +18,7 @@ impl Topology {
     /// rights. Importable with `rabbitmqctl import_definitions`.
     #[must_use]
     pub fn definitions(&self, vhost: &str) -> Value {
-        let namespace = &self.namespace;
+        let namespace = self.names.namespace();
         let object = |name: &str, arguments: &BTreeMap<&'static str, Argument>| json!({ "name": name, "vhost": vhost, "durable": true, "auto_delete": false, "arguments": arguments_json(arguments) });
         let exchanges = self.exchanges.iter().map(|exchange| {
             let mut value = object(&exchange.name, &exchange.arguments);

@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use super::Binding;
+use super::{Binding, Names, in_shell};
 use crate::connect::{reply, reply_code};
 
 /// What was to be declared, as an error names it.
@@ -17,10 +17,15 @@ pub(super) enum Object<'a> {
 
 impl Object<'_> {
     /// How to remove the existing object. rabbitmqctl has no command that deletes an exchange.
-    fn removal(self) -> &'static str {
+    fn removal(self, names: &Names) -> String {
         match self {
-            Self::Exchange(_) => "delete it on the management pages or with `rabbitmqadmin delete exchange`",
-            Self::Queue(_) | Self::Binding(_) => "let it run empty, delete it with `rabbitmqctl delete_queue`",
+            Self::Exchange(_) => "delete it on the management pages or with `rabbitmqadmin delete exchange`".to_owned(),
+            Self::Queue(queue) => format!(
+                "let it run empty, delete it with `rabbitmqctl delete_queue{} {}`",
+                names.vhost_option(),
+                in_shell(queue)
+            ),
+            Self::Binding(_) => "delete its queue".to_owned(),
         }
     }
 }
@@ -53,19 +58,31 @@ pub enum TopologyError {
         /// The broker's reply text, which names the first argument that differs.
         difference: String,
         /// How to delete the object, as a part of the sentence.
-        removal: &'static str,
+        removal: String,
     },
     /// The broker answers 403 (ACCESS_REFUSED). A retry helps only after the user has been granted the rights.
     #[error(
-        "the broker does not let this user declare {object} ({why}); grant it configure, write and read rights on \"^{namespace}\\.\" with rabbitmqctl set_permissions"
+        "the broker does not let this user declare or use {object} ({why}); grant it configure, write and read rights with `{grant}`"
     )]
     Refused {
         /// The object that the user may not declare or check.
         object: String,
         /// The broker's reply text, which names the missing right.
         why: String,
-        /// For the pattern of the rights in the sentence.
-        namespace: String,
+        /// The command that grants them, but for the user's name.
+        grant: String,
+    },
+    /// The virtual host or the cluster has as many queues as it may have. A retry helps only after the limit was raised.
+    #[error(
+        "{object} cannot be declared: {why}; raise the limit with `{raise}`, or cluster_queue_limit in rabbitmq.conf"
+    )]
+    QueueLimit {
+        /// The object that is missing.
+        object: String,
+        /// The broker's reply text, which names the limit.
+        why: String,
+        /// The command that takes the limit away.
+        raise: String,
     },
     /// The plugin for delayed messages is not enabled. A retry helps only after it has been enabled.
     #[error(
@@ -124,22 +141,18 @@ impl TopologyError {
     }
 }
 
-pub(super) fn explain(namespace: &str, object: Object<'_>, error: &lapin::Error) -> TopologyError {
-    let (object, removal) = (object.to_string(), object.removal());
+pub(super) fn explain(names: &Names, object: Object<'_>, error: &lapin::Error) -> TopologyError {
+    let (object, removal) = (object.to_string(), object.removal(names));
     match reply(error) {
         // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
         // "in cluster".
-        Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
-            object,
-            why: format!(
-                "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
-            ),
-        },
+        Some((reply_code::PRECONDITION_FAILED, why)) if why.contains("is reached") => {
+            let raise = format!(r#"rabbitmqctl set_vhost_limits{} '{{"max-queues": -1}}'"#, names.vhost_option());
+            TopologyError::QueueLimit { object, why, raise }
+        }
         Some((reply_code::PRECONDITION_FAILED, difference)) => TopologyError::Differs { object, difference, removal },
         Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
-        Some((reply_code::ACCESS_REFUSED, why)) => {
-            TopologyError::Refused { object, why, namespace: namespace.to_owned() }
-        }
+        Some((reply_code::ACCESS_REFUSED, why)) => TopologyError::Refused { object, why, grant: names.grant("USER") },
         _ => TopologyError::Failed { object, why: error.to_string() },
     }
 }

@@ -1,19 +1,24 @@
 //! Checks whether the objects of a deployment exist, without declaring any.
 //!
-//! Changes nothing on the broker. Arguments are compared by declaring what exists, and bindings cannot be read over AMQP
-//! 0-9-1.
+//! Changes nothing on the broker, but for a probe that expires at once. Arguments are compared by declaring what exists,
+//! and bindings cannot be read over AMQP 0-9-1.
 
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions, QueueDeclareOptions};
+use lapin::options::{
+    BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions,
+    QueueDeclareOptions, QueueDeleteOptions,
+};
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use uuid::Uuid;
 
-use super::{Exchange, Object, Queue, Slots, Topology, TopologyError, declare_queue, explain, open_channel};
+use super::{Exchange, Names, Object, Queue, Slots, Topology, TopologyError, declare_queue, explain, open_channel};
 use crate::connect::{reply, reply_code};
 
+/// AMQP property `type` of a message that tests the broker. Workers acknowledge it and do nothing else.
+pub const PROBE_TYPE: &str = "order.timeout.probe.v1";
 /// How often a look at one queue is repeated because it met the end of another channel.
 const MOST_TRIES: u32 = 10;
 /// The timeout of a check.
@@ -30,19 +35,38 @@ pub struct SeenQueue {
     pub consumers: u32,
 }
 
-/// What the broker reports about each processing queue.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Sight {
-    /// One for each shard, in their order.
-    pub queues: Vec<SeenQueue>,
+/// The first message of a delay queue, as far as it decides when it leaves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Head {
+    /// Whether it has a time of its own; otherwise it stays for as long as the queue keeps any message.
+    pub has_expiration: bool,
+    /// AMQP property `app-id`, or `""`.
+    pub app_id: String,
 }
 
-impl Sight {
-    /// The sum over all processing queues.
-    #[must_use]
-    pub fn consumers(&self) -> u32 {
-        self.queues.iter().map(|queue| queue.consumers).sum()
-    }
+/// Takes the first message of a queue and gives it back, within 10 seconds; `None` if the queue is empty.
+///
+/// # Errors
+/// [`TopologyError::Failed`] if the broker does not answer, or the user may not read the queue.
+pub async fn peek(connection: &Connection, queue: &str) -> Result<Option<Head>, TopologyError> {
+    within_time(async {
+        let failed = |error: lapin::Error| TopologyError::Failed {
+            object: format!("the first message of {queue:?}"),
+            why: error.to_string(),
+        };
+        let channel = open_channel(connection).await?;
+        let Some(message) = channel.basic_get(queue.into(), BasicGetOptions::default()).await.map_err(failed)? else {
+            return Ok(None);
+        };
+        let properties = &message.delivery.properties;
+        let app_id = properties.app_id().as_ref().map_or_else(String::new, ToString::to_string);
+        let head = Head { has_expiration: properties.expiration().is_some(), app_id };
+        // Not reject, which RabbitMQ 4.3 counts toward the delivery limit.
+        message.delivery.acker.nack(BasicNackOptions { multiple: false, requeue: true }).await.map_err(failed)?;
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+        Ok(Some(head))
+    })
+    .await
 }
 
 /// How the objects on the broker differ from those of a deployment.
@@ -67,23 +91,27 @@ impl Topology {
                 comparison.faults.extend(compared.err());
             }
             for queue in &self.queues {
-                comparison.compare(connection, &self.namespace, queue).await?;
+                comparison.compare(connection, &self.names, queue).await?;
             }
             Ok(comparison)
         })
         .await
     }
 
-    /// Checks that every exchange and every queue exists, within 10 seconds.
+    /// Checks that every exchange and every queue exists, and has our arguments if no worker consumes it, within 10 seconds.
     ///
     /// # Errors
-    /// [`TopologyError::Missing`] names the first that does not exist; [`TopologyError::Failed`] if the broker does not
-    /// answer.
-    pub async fn look(&self, connection: &Connection) -> Result<Sight, TopologyError> {
-        within_time(self.look_at_all(connection)).await
+    /// [`TopologyError`] names the first that is missing, differs or may not be compared; [`TopologyError::Failed`] if the
+    /// broker does not answer.
+    pub async fn inspect(&self, connection: &Connection) -> Result<(), TopologyError> {
+        within_time(async {
+            self.require_all(connection).await?;
+            self.require_arguments(connection).await
+        })
+        .await
     }
 
-    async fn look_at_all(&self, connection: &Connection) -> Result<Sight, TopologyError> {
+    async fn require_all(&self, connection: &Connection) -> Result<(), TopologyError> {
         let channel = open_channel(connection).await?;
         // All at once; the first that is missing closes the channel, and the rest get no reply.
         let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, exchange)));
@@ -91,15 +119,28 @@ impl Topology {
             there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
         }
         let queues = join_all(self.queues.iter().map(|queue| look_at_queue(&channel, &queue.name)));
-        let mut sight = Sight::default();
         for (queue, there) in self.queues.iter().zip(queues.await) {
-            let seen = there.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
-            if self.processing.contains(&queue.name) {
-                sight.queues.push(seen);
-            }
+            there.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
         }
         let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
-        Ok(sight)
+        Ok(())
+    }
+
+    /// Of objects that exist: declaring one of them compares it.
+    async fn require_arguments(&self, connection: &Connection) -> Result<(), TopologyError> {
+        let channel = open_channel(connection).await?;
+        // Asking for the type of a plugin that was disabled ends the connection up to RabbitMQ 3.13.
+        let exchanges = self.exchanges.iter().filter(|exchange| exchange.arguments.is_empty());
+        for compared in join_all(exchanges.map(|exchange| self.declare_exchange(&channel, exchange))).await {
+            compared?;
+        }
+        let queues = || self.queues.iter().filter(|queue| !self.consumed.contains(&queue.name));
+        let compared = join_all(queues().map(|queue| declare_queue(&channel, queue, false))).await;
+        for (queue, compared) in queues().zip(compared) {
+            compared.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
+        }
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+        Ok(())
     }
 
     /// Counts the messages and consumers of the processing queues, within 10 seconds. Checks nothing else.
@@ -107,16 +148,16 @@ impl Topology {
     /// # Errors
     /// [`TopologyError::Missing`] names the first that does not exist; [`TopologyError::Failed`] if the broker does not
     /// answer.
-    pub async fn look_at_processing(&self, connection: &Connection) -> Result<Sight, TopologyError> {
+    pub async fn count_processing(&self, connection: &Connection) -> Result<Vec<SeenQueue>, TopologyError> {
         within_time(async {
             let channel = open_channel(connection).await?;
             let looks = join_all(self.processing.iter().map(|name| look_at_queue(&channel, name)));
-            let mut sight = Sight::default();
+            let mut queues = Vec::new();
             for (name, there) in self.processing.iter().zip(looks.await) {
-                sight.queues.push(there.map_err(|error| self.explain(Object::Queue(name), &error))?);
+                queues.push(there.map_err(|error| self.explain(Object::Queue(name), &error))?);
             }
             let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
-            Ok(sight)
+            Ok(queues)
         })
         .await
     }
@@ -125,22 +166,40 @@ impl Topology {
     /// happen: if a queue is missing, alarms go elsewhere and the publisher is told that they are scheduled.
     ///
     /// # Errors
-    /// [`TopologyError::Failed`] if the user may not publish, or if the broker does not answer within 10 seconds.
+    /// [`TopologyError::Refused`] if the user may not publish to one of them; [`TopologyError::Failed`] if the broker does
+    /// not answer within 10 seconds.
     pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyError> {
         within_time(async {
             let channel = open_channel(connection).await?;
-            let failed = |error: lapin::Error| TopologyError::Failed {
-                object: "a message to test for alternate exchanges".into(),
-                why: error.to_string(),
-            };
+            let failed =
+                |error: lapin::Error| TopologyError::Failed { object: "a probe".into(), why: error.to_string() };
             channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(failed)?;
             for exchange in self.exchanges.iter().filter(|exchange| exchange.kind == "direct") {
-                if !returns_the_unroutable(&channel, &exchange.name).await.map_err(failed)? {
+                let returned = returns_the_unroutable(&channel, &exchange.name).await;
+                if !returned.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))? {
                     return Ok(Some(exchange.name.clone()));
                 }
             }
             let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
             Ok(None)
+        })
+        .await
+    }
+
+    /// Whether one more queue can be declared: declares one that is gone with its channel's connection, and deletes it.
+    ///
+    /// # Errors
+    /// [`TopologyError`] says why not.
+    pub async fn require_room(&self, connection: &Connection) -> Result<(), TopologyError> {
+        within_time(async {
+            let name = format!("{}.room.{}", self.names.namespace(), Uuid::now_v7());
+            let channel = open_channel(connection).await?;
+            let options = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
+            let declared = channel.queue_declare(name.as_str().into(), options, FieldTable::default()).await;
+            declared.map_err(|error| self.explain(Object::Queue("a slot of the wheel"), &error))?;
+            let _gone = channel.queue_delete(name.as_str().into(), QueueDeleteOptions::default()).await;
+            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+            Ok(())
         })
         .await
     }
@@ -153,7 +212,7 @@ impl Topology {
     pub async fn require_some(&self, connection: &Connection) -> Result<(), TopologyError> {
         within_time(async {
             // The processing side only, which every deployment has.
-            for name in self.processing.iter().chain([&self.names().schedule(), &self.names().parked()]) {
+            for name in self.processing.iter().chain([&self.names.schedule(), &self.names.parked()]) {
                 let channel = open_channel(connection).await?;
                 let there = look_at_queue(&channel, name).await;
                 if !there.is_err_and(|error| is_missing(&error)) {
@@ -166,22 +225,22 @@ impl Topology {
                     return Ok(());
                 }
             }
-            Err(TopologyError::NeverSetUp { namespace: self.namespace.clone() })
+            Err(TopologyError::NeverSetUp { namespace: self.names.namespace().to_owned() })
         })
         .await
     }
 }
 
 impl Comparison {
-    async fn compare(&mut self, connection: &Connection, namespace: &str, queue: &Queue) -> Result<(), TopologyError> {
-        match Request::LookAtQueue(namespace, queue).on_own_channel(connection).await? {
+    async fn compare(&mut self, connection: &Connection, names: &Names, queue: &Queue) -> Result<(), TopologyError> {
+        match Request::LookAtQueue(names, queue).on_own_channel(connection).await? {
             Ok(seen) => self.queues.extend(seen),
             Err(missing) => {
                 self.faults.push(missing);
                 return Ok(());
             }
         }
-        let declared = Request::DeclareQueue(namespace, queue).on_own_channel(connection).await?;
+        let declared = Request::DeclareQueue(names, queue).on_own_channel(connection).await?;
         self.faults.extend(declared.err());
         Ok(())
     }
@@ -197,7 +256,7 @@ impl Slots {
         within_time(async {
             let mut comparison = Comparison::default();
             for slot in self.all() {
-                comparison.compare(connection, self.names().namespace(), &slot.queue).await?;
+                comparison.compare(connection, self.names(), &slot.queue).await?;
             }
             comparison.faults.retain(|fault| !matches!(fault, TopologyError::Missing { .. }));
             Ok(comparison)
@@ -210,8 +269,8 @@ impl Slots {
 #[derive(Clone, Copy)]
 enum Request<'a> {
     CompareExchange(&'a Topology, &'a Exchange),
-    LookAtQueue(&'a str, &'a Queue),
-    DeclareQueue(&'a str, &'a Queue),
+    LookAtQueue(&'a Names, &'a Queue),
+    DeclareQueue(&'a Names, &'a Queue),
 }
 
 impl Request<'_> {
@@ -229,13 +288,13 @@ impl Request<'_> {
                 there.map_err(|error| topology.explain(Object::Exchange(&exchange.name), &error))?;
                 topology.declare_exchange(channel, exchange).await.map(|()| None)
             }
-            Self::LookAtQueue(namespace, queue) => {
+            Self::LookAtQueue(names, queue) => {
                 let seen = look_at_queue(channel, &queue.name).await;
-                seen.map(Some).map_err(|error| explain(namespace, Object::Queue(&queue.name), &error))
+                seen.map(Some).map_err(|error| explain(names, Object::Queue(&queue.name), &error))
             }
-            Self::DeclareQueue(namespace, queue) => {
+            Self::DeclareQueue(names, queue) => {
                 let declared = declare_queue(channel, queue, false).await;
-                declared.map(|()| None).map_err(|error| explain(namespace, Object::Queue(&queue.name), &error))
+                declared.map(|()| None).map_err(|error| explain(names, Object::Queue(&queue.name), &error))
             }
         }
     }
@@ -261,14 +320,6 @@ impl Request<'_> {
             }
         }
     }
-}
-
-/// Whether a queue of this name exists.
-///
-/// # Errors
-/// lapin's, except for the reply that there is none.
-pub async fn queue_exists(connection: &Connection, name: &str) -> lapin::Result<bool> {
-    find_queue(connection, name).await.map(|seen| seen.is_some())
 }
 
 /// What the broker reports about one queue; `None` if there is none of this name.
@@ -327,7 +378,7 @@ async fn returns_the_unroutable(channel: &Channel, exchange: &str) -> lapin::Res
     let options = BasicPublishOptions { mandatory: true, ..Default::default() };
     let properties = BasicProperties::default()
         .with_expiration("0".into())
-        .with_type("order.timeout.probe.v1".into())
+        .with_type(PROBE_TYPE.into())
         .with_app_id("order-timeout".into());
     let confirm = channel.basic_publish(exchange.into(), key.into(), options, b"{}", properties).await?;
     Ok(confirm.await?.take_message().is_some())

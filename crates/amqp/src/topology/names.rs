@@ -6,17 +6,51 @@ use order_timeout_core::kind::Kind;
 /// Routing key of a message for the processing queues of the default kind.
 pub const DUE_KEY: &str = "due";
 
-/// Names on the broker, all beginning with the namespace.
-#[derive(Debug, Clone)]
+const DEFAULT_VHOST: &str = "/";
+
+/// A word that a shell passes on as it is.
+#[must_use]
+pub fn in_shell(word: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./:@".contains(&byte);
+    if !word.is_empty() && word.bytes().all(is_plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// Names on the broker, all beginning with the namespace, and the virtual host that they are on.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Names {
     namespace: String,
+    vhost: String,
 }
 
 impl Names {
     /// Takes any text; [`Names::validate`] checks it.
     #[must_use]
     pub fn new(namespace: &str) -> Self {
-        Self { namespace: namespace.to_owned() }
+        Self { namespace: namespace.to_owned(), vhost: DEFAULT_VHOST.to_owned() }
+    }
+
+    /// The same names on this virtual host.
+    #[must_use]
+    pub fn on_vhost(self, vhost: &str) -> Self {
+        Self { vhost: vhost.to_owned(), ..self }
+    }
+
+    /// The command that gives a user the rights of a worker.
+    #[must_use]
+    pub fn grant(&self, user: &str) -> String {
+        let (vhost, user, namespace) = (self.vhost_option(), in_shell(user), &self.namespace);
+        let pattern = format!(r"'^{namespace}\.'");
+        format!("rabbitmqctl set_permissions{vhost} {user} {pattern} {pattern} {pattern}")
+    }
+
+    /// The option that a command of `rabbitmqctl` needs to find these names, with a space before it: ` -p orders`. Empty for
+    /// the default virtual host.
+    #[must_use]
+    pub fn vhost_option(&self) -> String {
+        if self.vhost == DEFAULT_VHOST { String::new() } else { format!(" -p {}", in_shell(&self.vhost)) }
     }
 
     /// Checks that this can be the prefix of every name: 1 to 60 ASCII letters, digits, `-` or `_`, and not `amq`.
@@ -73,23 +107,10 @@ impl Names {
         self.name("schedule")
     }
 
-    /// Queue: the inbox of deployments from before it was renamed, with the exchange `arm` and slots of their own. A worker consumes
-    /// it for as long as it exists.
-    #[must_use]
-    pub fn former_inbox(&self) -> String {
-        self.name("arm")
-    }
-
     /// Exchange: only the worker publishes into the wheel's slots.
     #[must_use]
     pub fn wheel(&self) -> String {
         self.name("wheel")
-    }
-
-    /// Exchange of the wheel of former versions, whose slots know one kind only and drain by themselves.
-    #[must_use]
-    pub fn former_wheel(&self) -> String {
-        self.name("slot")
     }
 
     /// Exchange: alarms whose delay is over.
@@ -170,10 +191,18 @@ impl Names {
     pub fn slot_queue(&self, ring: &str, slot: u16) -> String {
         format!("{}.{}", self.wheel(), Self::slot_key(ring, slot))
     }
+}
 
-    /// Queue: one slot of a ring in the wheel of former versions.
-    #[must_use]
-    pub fn former_slot_queue(&self, ring: &str, slot: u16) -> String {
-        format!("{}.{}", self.former_wheel(), Self::slot_key(ring, slot))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vhost_is_quoted_for_the_shell() {
+        let option = |vhost| Names::new("order").on_vhost(vhost).vhost_option();
+        assert_eq!(option("/"), "");
+        assert_eq!(option("orders"), " -p orders");
+        assert_eq!(option("a b's"), r" -p 'a b'\''s'");
+        assert_eq!(option(""), " -p ''");
     }
 }

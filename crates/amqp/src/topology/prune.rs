@@ -33,7 +33,7 @@ pub struct Pruned {
 /// # Errors
 /// [`TopologyError`] for the first queue that the broker does not let this user inspect, unbind or delete.
 pub async fn prune(names: &Names, slots: &[Slot], connection: &Connection) -> Result<Pruned, TopologyError> {
-    let failed = |object: Object<'_>, error: &lapin::Error| explain(names.namespace(), object, error);
+    let failed = |object: Object<'_>, error: &lapin::Error| explain(names, object, error);
     let mut pruned = Pruned::default();
     let mut empty = Vec::new();
     for slot in slots {

@@ -63,16 +63,6 @@ impl Slots {
         })
     }
 
-    /// The same of the wheel of former versions.
-    pub fn of_former_ring(names: &Names, ring: &RingSettings) -> impl Iterator<Item = Slot> + use<> {
-        let (names, name) = (names.clone(), ring.name());
-        (0..ring.slots).map(move |slot| {
-            let queue = Queue { name: names.former_slot_queue(&name, slot), arguments: BTreeMap::new() };
-            let binding = to_queue(names.former_wheel(), queue.name.clone(), &Names::slot_key(&name, slot));
-            Slot { queue, binding }
-        })
-    }
-
     /// The slot of this number in the ring of this name; `None` if the wheel has none.
     #[must_use]
     pub fn find(&self, ring: &str, slot: u16) -> Option<Slot> {
@@ -150,9 +140,9 @@ async fn declare_each(names: &Names, slots: &[Slot], connection: &Connection, de
 
 async fn declare_slot(names: &Names, slot: &Slot, channel: &Channel) -> Result<(), TopologyError> {
     let declared = declare_queue(channel, &slot.queue, false).await;
-    declared.map_err(|error| explain(names.namespace(), Object::Queue(&slot.queue.name), &error))?;
+    declared.map_err(|error| explain(names, Object::Queue(&slot.queue.name), &error))?;
     let bound = bind(channel, &slot.binding).await;
-    bound.map_err(|error| explain(names.namespace(), Object::Binding(&slot.binding), &error))
+    bound.map_err(|error| explain(names, Object::Binding(&slot.binding), &error))
 }
 
 #[cfg(test)]

@@ -222,7 +222,6 @@ impl Engine {
                 self.look_ahead.session_opened(now);
                 // The broker redelivers what came in an ended session; keeping it here as well would do it twice.
                 self.rearm_retries.keep_from(number);
-                self.circulation.keep_from(number);
                 self.park_retries.keep_from(number);
             }
             Input::SessionEnded => {
@@ -230,7 +229,6 @@ impl Engine {
                 // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
                 // rearming works again.
                 self.rearm_retries.keep_one();
-                self.circulation.keep_from(self.session + 1);
             }
         }
     }
@@ -244,7 +242,6 @@ impl Engine {
                 self.place(item, now, lingered_since);
             }
         }
-        self.release_held_back(now);
         let mut actions = Vec::new();
         while let Some(batch) = self.next_batch(now) {
             actions.push(Action::Close(batch));
@@ -282,18 +279,10 @@ impl Engine {
         let sweep_at = self.sweep.ready_at().filter(|_| self.wants_sweep_page());
         let (rearm_at, park_at) = (self.rearm_retries.ready_at(), self.park_retries.ready_at());
         let closing_at = self.closing.as_ref().and_then(Closing::next_wakeup);
-        [
-            self.hold_ready_at(),
-            self.batch_ready_at(),
-            sweep_at,
-            rearm_at,
-            self.circulation.ready_at(),
-            park_at,
-            closing_at,
-        ]
-        .into_iter()
-        .flatten()
-        .min()
+        [self.hold_ready_at(), self.batch_ready_at(), sweep_at, rearm_at, park_at, closing_at]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// When held alarms are woken: with the last one that falls due within `linger` of the first, or with the one that
@@ -322,7 +311,6 @@ impl Engine {
     pub fn snapshot(&self, now: Timestamp) -> Snapshot<'_> {
         Snapshot {
             held: self.hold.len(),
-            held_back: self.circulation.len(),
             asked_about: self.closing.as_ref().map_or(0, Closing::len),
             early_returns: self.circulation.early_return_count(),
             swept: self.swept,
@@ -333,8 +321,7 @@ impl Engine {
             is_consuming: self.is_consuming,
             closers_are_idle: self.closers_are_idle(),
             unavailable: self.availability.verdict(&self.policy, now),
-            circulation: self.circulation.circulation_reason(now),
-            broker_policy: self.circulation.broker_policy_reason(now),
+            circulation: self.circulation.reason(now),
         }
     }
 
@@ -349,8 +336,6 @@ impl Engine {
         let unparked = self.dead_letters.drain(..).map(|(_, receipt)| receipt);
         let receipts: Vec<Receipt> =
             waiting.iter().filter_map(receipt_of).chain(rearms).chain(dead_letters).chain(unparked).collect();
-        let held_back = self.circulation.drain();
-        self.requeue(held_back);
         self.requeue(receipts);
         let now = self.latest_time;
         if let Some(closing) = &mut self.closing {
@@ -446,7 +431,7 @@ impl Engine {
                 alarm.first_published_at =
                     Some(alarm.first_published_at.map_or(now, |first_published_at| first_published_at.min(now)));
                 let early_before = alarm.returns.early;
-                self.circulation.note_return(&mut alarm, death.as_ref(), now);
+                self.circulation.note_return(&mut alarm, now);
                 let is_own = alarm.alarm.kind == self.policy.kind;
                 if !is_own && !self.policy.other_kinds.contains(&alarm.alarm.kind) {
                     let detail = unknown_kind(&alarm.alarm.kind);
@@ -466,7 +451,7 @@ impl Engine {
                     // The broker redelivers what came in an ended session.
                     SourceQueue::Inbox if self.session_has_ended(receipt.session) => {}
                     SourceQueue::Timeout if !is_own && self.session_has_ended(receipt.session) => {}
-                    // Held back, it would fill that window as well. The processing queue's window has room.
+                    // Waiting for a token, it would fill that window as well. The processing queue's window has room.
                     SourceQueue::Inbox if circulates(&alarm) => {
                         self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::AtOnce });
                     }
@@ -492,7 +477,7 @@ impl Engine {
         let is_too_far = alarm.deadline() > now + self.policy.max_delay;
         let detail = match death {
             Some(death) if matches!(death.reason, DeathReason::Expired | DeathReason::MaxLength) && !is_too_far => {
-                self.circulation.note_rescued(&mut alarm, early_before, &death, now);
+                alarm.returns.early = alarm.returns.early.max(early_before.saturating_add(1));
                 if alarm.alarm.kind != self.policy.kind {
                     if !self.session_has_ended(receipt.session) {
                         self.forward(alarm, receipt);
@@ -505,32 +490,16 @@ impl Engine {
                 }
                 return;
             }
-            Some(death) => {
-                self.circulation.note_policy(&death, now);
-                explain_death(&death)
-            }
+            Some(death) => explain_death(&death),
             None => "the broker dead-lettered it; look at the worker's log around its deliveries".to_owned(),
         };
         self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
     }
 
-    /// Sends an alarm of another kind on to where that kind's engine gets it, which also holds it back if it circulates.
+    /// Sends an alarm of another kind on to where that kind's engine gets it, which also has it wait for a token if it circulates.
     fn forward(&mut self, alarm: DeliveredAlarm, receipt: Receipt) {
         let wanted = if circulates(&alarm) { Wanted::AtOnce } else { Wanted::BeforeDeadline };
         self.rearms.push(Rearm { alarm, receipt, wanted });
-    }
-
-    /// Rearms the held-back alarms that are next, and accepts those whose deadline is near.
-    fn release_held_back(&mut self, now: Timestamp) {
-        for (alarm, receipt) in self.circulation.take_leaving(now) {
-            if alarm.deadline() <= now + self.policy.hold_max {
-                self.place(WorkItem::new(alarm, Origin::Delivered(receipt)), now, now);
-            } else {
-                self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
-            }
-        }
-        let ready = self.circulation.take_ready(now).into_iter();
-        self.rearms.extend(ready.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }));
     }
 
     /// Plans another try for rearms that failed. The broker redelivers what came in an ended session.
@@ -599,13 +568,18 @@ impl Engine {
         if let Origin::Delivered(receipt) = item.origin
             && !self.session_has_ended(receipt.session)
         {
-            let held_back = if wanted == Wanted::BeforeDeadline && circulates(&item.alarm) {
-                self.circulation.hold_back(item.alarm, receipt, &self.policy, self.latest_time)
-            } else {
-                Some((item.alarm, receipt))
-            };
-            self.rearms.extend(held_back.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted }));
+            if wanted == Wanted::BeforeDeadline && circulates(&item.alarm) && !item.has_token {
+                return self.wait_for_token(item);
+            }
+            self.rearms.push(Rearm { alarm: item.alarm, receipt, wanted });
         }
+    }
+
+    /// Held until then, or until it is held for its deadline anyway.
+    fn wait_for_token(&mut self, item: WorkItem) {
+        let usable_at = self.circulation.take_token(self.latest_time);
+        let held_from = item.alarm.deadline() - self.policy.hold_max;
+        self.hold_until(usable_at.min(held_from), WorkItem { has_token: true, ..item });
     }
 
     /// A session's first deliveries may arrive before the input that opens it.

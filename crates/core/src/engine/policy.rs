@@ -36,8 +36,6 @@ pub struct Policy {
     pub max_attempts: u32,
     /// `worker.requeue_after`: how long a delivery that cannot be settled stays unacknowledged before it is requeued.
     pub requeue_after: Duration,
-    /// How many alarms are held back at a time because the broker returns them early.
-    pub held_back_max: usize,
     /// About how long a batch may take to fail: the wait for a connection, and the statement.
     pub longest_try: Duration,
     /// `sweep.every`: from the beginning of one pass to that of the next, if the pass is shorter.

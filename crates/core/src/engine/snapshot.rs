@@ -10,8 +10,6 @@ use crate::order::Deadline;
 pub struct Snapshot<'a> {
     /// Alarms that wait for their deadline.
     pub held: usize,
-    /// Alarms that are held back because the broker returns them early.
-    pub held_back: usize,
     /// Orders of this worker that a payment provider is asked about, or that wait for their statement after it.
     pub asked_about: usize,
     /// How often the broker has returned an alarm early so far.
@@ -34,7 +32,5 @@ pub struct Snapshot<'a> {
     /// Why the database is not usable; `None` if it is.
     pub unavailable: Option<Unavailable<'a>>,
     /// Why the broker returns alarms early again and again; `None` if it does not.
-    pub circulation: Option<String>,
-    /// Which broker policy or consumer takes messages out of the inbox and the processing queue; `None` if none does.
-    pub broker_policy: Option<&'a str>,
+    pub circulation: Option<&'static str>,
 }

@@ -28,7 +28,6 @@ pub(crate) fn policy() -> Policy {
         missing_for: Duration::from_secs(30),
         max_attempts: 2,
         requeue_after: Duration::from_secs(10),
-        held_back_max: 1_000,
         longest_try: Duration::from_secs(4),
         // Far away, for the tests that are not about the sweep.
         sweep_every: Duration::from_secs(100_000),

@@ -20,11 +20,13 @@ pub struct WorkItem {
     pub disagreements: u32,
     /// Since when it has been paused again and again.
     pub paused_since: Option<Timestamp>,
+    /// Whether it may be rearmed although it circulates.
+    pub has_token: bool,
 }
 
 impl WorkItem {
     pub(super) fn new(alarm: DeliveredAlarm, origin: Origin) -> Self {
-        Self { alarm, origin, pauses: 0, disagreements: 0, paused_since: None }
+        Self { alarm, origin, pauses: 0, disagreements: 0, paused_since: None, has_token: false }
     }
 
     /// Whether it was with a closer before. A message does not say so if the alarm went through the broker without a

@@ -1,5 +1,7 @@
 //! Alarms that the broker returns early, and messages that it dead-lettered.
 
+use std::ops::Range;
+
 use super::*;
 use crate::alarm::Death;
 
@@ -50,60 +52,50 @@ fn return_on_time_resets_count() {
     assert_eq!(rearmed(&mut engine, at_ms(1_000))[0].alarm.returns, Returns::default());
 }
 
+/// Alarms of these numbers, early for the second time.
+fn deliver_circulating(engine: &mut Engine, numbers: Range<u64>, now: Timestamp) {
+    numbers.for_each(|n| engine.handle(Input::Delivered(early(&n.to_string(), 1, n, now)), now));
+}
+
 /// All of them come back early, at once, each time they are rearmed.
 #[test]
 fn circulating_alarms_are_rearmed_slowly() {
-    const ALARMS: u64 = 900;
-    let (mut engine, mut tags) = (open_engine(), 0..);
-    let mut deliver = |engine: &mut Engine, order: String, before: u32, now: Timestamp| {
-        engine.handle(Input::Delivered(early(&order, before, tags.next().unwrap(), now)), now);
-    };
-    (0..ALARMS).for_each(|n| deliver(&mut engine, n.to_string(), 1, at_ms(0)));
+    let (mut engine, mut tags) = (open_engine(), 900..);
+    deliver_circulating(&mut engine, 0..900, at_ms(0));
     let (mut ms, mut count) = (0, 0);
     while ms < 60_000 {
         for rearm in rearmed(&mut engine, at_ms(ms)) {
             count += 1;
-            let alarm = rearm.alarm;
-            deliver(&mut engine, alarm.order_id().as_str().to_owned(), alarm.returns.early, at_ms(ms));
+            let (order, before) = (rearm.alarm.order_id().as_str(), rearm.alarm.returns.early);
+            engine.handle(Input::Delivered(early(order, before, tags.next().unwrap(), at_ms(ms))), at_ms(ms));
         }
         ms = engine.next_wakeup().map_or(ms + 10, |at| (at.unix_micros() / 1_000).max(ms + 10));
     }
-    assert!((60..=600).contains(&count), "{count} in a minute");
+    assert!((500..=620).contains(&count), "{count} in a minute");
     let why = engine.snapshot(at_ms(ms)).circulation.expect("they circulate");
-    assert!(why.contains("order.wheel.1m.07") && why.contains("message-ttl") && why.contains("900"), "{why}");
+    assert!(why.contains("message-ttl") && why.contains("max-length"), "{why}");
 }
 
 #[test]
-fn circulation_ends_within_seconds_of_fix() {
+fn waiting_alarms_are_rearmed_in_turn() {
     let mut engine = open_engine();
-    (0..900).for_each(|n| engine.handle(Input::Delivered(early(&n.to_string(), 1, n, at_ms(0))), at_ms(0)));
-    let rearmed: usize = (0..100).map(|step| rearmed(&mut engine, at_ms(step * 100)).len()).sum();
-    assert_eq!((rearmed, engine.circulation.len()), (900, 0));
-    assert_eq!(engine.snapshot(at_ms(10_000)).circulation, None);
+    deliver_circulating(&mut engine, 0..900, at_ms(0));
+    let rearmed: usize = (0..910).map(|step| rearmed(&mut engine, at_ms(step * 100)).len()).sum();
+    assert_eq!((rearmed, engine.hold.len()), (900, 0));
+    assert_eq!(engine.snapshot(at_ms(90_000)).circulation, None);
 }
 
 #[test]
-fn held_back_alarm_leaves_before_its_deadline() {
+fn waiting_alarm_is_held_for_its_deadline() {
     let mut engine = open_engine();
-    let mut delivered = early("a", 1, 1, at_ms(0));
-    delivered.content.as_mut().unwrap().alarm.deadline = at_ms(16_000);
+    deliver_circulating(&mut engine, 0..900, at_ms(0));
+    let mut delivered = early("due", 1, 900, at_ms(0));
+    delivered.content.as_mut().unwrap().alarm.deadline = at_ms(0) + policy().hold_max + Duration::from_secs(1);
     engine.handle(Input::Delivered(delivered), at_ms(0));
-    // Early returns of another alarm keep all of them waiting.
-    for n in 0..9 {
-        engine.handle(Input::Delivered(early("b", 1, 2 + n, at_ms(0))), at_ms(0));
+    for step in 0..20 {
+        let rearms = rearmed(&mut engine, at_ms(step * 100));
+        assert!(rearms.iter().all(|rearm| rearm.alarm.order_id().as_str() != "due"), "within hold_max it stays");
     }
-    assert_eq!(engine.circulation.len(), 10);
-    engine.poll_actions(at_ms(1_000));
-    assert!(engine.hold.len() == 1 || engine.circulation.len() == 9, "within hold_max it is held, unless it was armed");
-}
-
-#[test]
-fn held_back_alarms_are_bounded() {
-    let mut engine = Engine::new(Policy { held_back_max: 10, ..policy() });
-    engine.handle(Input::SessionOpened(1), at_ms(0));
-    (0..15).for_each(|n| engine.handle(Input::Delivered(early(&n.to_string(), 1, n, at_ms(0))), at_ms(0)));
-    let first: Vec<u64> = rearmed(&mut engine, at_ms(0)).iter().map(|rearm| rearm.receipt.tag).collect();
-    assert_eq!(first[..5], [0, 1, 2, 3, 4], "the oldest make room");
 }
 
 #[test]
@@ -115,31 +107,32 @@ fn circulating_alarm_leaves_inbox() {
 }
 
 #[test]
-fn held_back_alarms_end_with_their_session() {
+fn waiting_alarms_end_with_their_session() {
     let mut engine = open_engine();
-    (0..5).for_each(|n| engine.handle(Input::Delivered(early(&n.to_string(), 1, n, at_ms(0))), at_ms(0)));
+    deliver_circulating(&mut engine, 0..50, at_ms(0));
+    rearmed(&mut engine, at_ms(0));
     engine.handle(Input::SessionEnded, at_ms(1));
-    assert_eq!((engine.circulation.len(), rearmed(&mut engine, at_ms(10_000)).len()), (0, 0));
+    assert_eq!((rearmed(&mut engine, at_ms(10_000)).len(), engine.hold.len()), (0, 0));
 }
 
 #[test]
-fn draining_requeues_held_back_alarms() {
+fn draining_requeues_waiting_alarms() {
     let mut engine = open_engine();
-    (0..5).for_each(|n| engine.handle(Input::Delivered(early(&n.to_string(), 1, n, at_ms(0))), at_ms(0)));
+    deliver_circulating(&mut engine, 0..5, at_ms(0));
     engine.drain();
     let actions = engine.poll_actions(at_ms(0));
     let Some(Action::Settle(settled)) = actions.first() else { panic!("{actions:?}") };
     assert_eq!(settled.iter().filter(|(_, settlement)| *settlement == Settlement::Requeue).count(), 5);
 }
 
-/// For each reason of a dead letter: whether the alarm goes on, and what is reported.
+/// For each reason of a dead letter: whether the alarm goes on, and what is said of one that is parked.
 #[test]
 fn death_reason_decides_about_parking() {
     for (reason, goes_on, expected) in [
-        (Some(DeathReason::Expired), true, "message-ttl"),
-        (Some(DeathReason::MaxLength), true, "max-length"),
+        (Some(DeathReason::Expired), true, ""),
+        (Some(DeathReason::MaxLength), true, ""),
         (Some(DeathReason::DeliveryLimit), false, "delivery-limit"),
-        (Some(DeathReason::Rejected), false, "list_consumers"),
+        (Some(DeathReason::Rejected), false, "not a worker rejected it"),
         (None, false, "dead-lettered"),
     ] {
         let mut engine = open_engine();
@@ -152,7 +145,6 @@ fn death_reason_decides_about_parking() {
             [Action::Rearm(rearms)] => {
                 assert!(goes_on, "{reason:?}");
                 assert_eq!((rearms[0].wanted, rearms[0].alarm.returns.early), (Wanted::BeforeDeadline, 1));
-                assert!(engine.snapshot(at_ms(0)).broker_policy.expect("named").contains(expected));
             }
             [Action::Park(dead_letters)] => {
                 assert!(!goes_on, "{reason:?}");
@@ -162,6 +154,5 @@ fn death_reason_decides_about_parking() {
             }
             other => panic!("{other:?}"),
         }
-        assert_eq!(engine.snapshot(at_ms(8_000)).broker_policy, None, "seen once");
     }
 }

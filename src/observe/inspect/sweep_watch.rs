@@ -1,0 +1,105 @@
+//! Whether the sweep closes orders although a consumer session is open: then their alarms did not arrive, whatever the
+//! reason.
+//!
+//! Pure: it is told which orders were closed, and reads no clock.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Closes of this time are looked at.
+const LATELY: Duration = Duration::from_secs(60);
+/// Fewer show nothing: an alarm may be parked, or was never scheduled.
+const FEW_SWEPT: usize = 3;
+/// One close in so many may be the sweep's.
+const SWEPT_OF: usize = 20;
+/// After this long without a close by the sweep it is over, if an alarm has closed an order since.
+const OVER_AFTER: Duration = Duration::from_secs(8);
+
+/// Closes of one second.
+#[derive(Debug, Clone, Copy)]
+struct Second {
+    began: Instant,
+    swept: usize,
+    closed: usize,
+}
+
+/// What was closed lately, and by what.
+#[derive(Debug, Default)]
+pub struct SweepWatch {
+    seconds: VecDeque<Second>,
+    last_swept: Option<Instant>,
+    last_by_alarm: Option<Instant>,
+}
+
+impl SweepWatch {
+    /// `swept` orders were closed by the sweep, `by_alarm` by their alarms.
+    pub fn closed(&mut self, swept: usize, by_alarm: usize, now: Instant) {
+        if swept > 0 {
+            self.last_swept = Some(now);
+        }
+        if by_alarm > 0 {
+            self.last_by_alarm = Some(now);
+        }
+        let closed = swept + by_alarm;
+        match self.seconds.back_mut().filter(|last| now.duration_since(last.began) < Duration::from_secs(1)) {
+            Some(last) => (last.swept, last.closed) = (last.swept + swept, last.closed + closed),
+            None => self.seconds.push_back(Second { began: now, swept, closed }),
+        }
+    }
+
+    /// What is wrong; `None` if alarms close the orders.
+    pub fn why(&mut self, now: Instant) -> Option<String> {
+        while self.seconds.front().is_some_and(|first| now.duration_since(first.began) > LATELY) {
+            self.seconds.pop_front();
+        }
+        let last_swept = self.last_swept?;
+        let arrives_again = self.last_by_alarm.is_some_and(|by_alarm| by_alarm > last_swept);
+        if arrives_again && now.duration_since(last_swept) > OVER_AFTER {
+            return None;
+        }
+        let sum = |of: fn(&Second) -> usize| self.seconds.iter().map(of).sum::<usize>();
+        let (swept, closed) = (sum(|second| second.swept), sum(|second| second.closed));
+        (swept >= FEW_SWEPT && swept * SWEPT_OF > closed).then(|| {
+            format!(
+                "the sweep closed {swept} of {closed} orders in the last minute although a consumer session is open: their alarms did not arrive, so they were closed late; schedule an alarm for every order, and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(began: Instant, seconds: u64) -> Instant {
+        began + Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn few_swept_orders_are_usual() {
+        let (mut watch, began) = (SweepWatch::default(), Instant::now());
+        watch.closed(2, 0, began);
+        assert_eq!(watch.why(began), None);
+        watch.closed(1, 0, after(began, 2));
+        assert!(watch.why(after(began, 2)).is_some_and(|why| why.contains("3 of 3 orders")));
+        watch.closed(0, 57, after(began, 3));
+        assert_eq!(watch.why(after(began, 3)), None, "one in twenty");
+    }
+
+    #[test]
+    fn arriving_alarms_end_it_within_seconds() {
+        let (mut watch, began) = (SweepWatch::default(), Instant::now());
+        watch.closed(9, 0, began);
+        watch.closed(0, 1, after(began, 1));
+        assert!(watch.why(after(began, 7)).is_some());
+        assert_eq!(watch.why(after(began, 9)), None);
+    }
+
+    #[test]
+    fn without_orders_it_ends_after_a_minute() {
+        let (mut watch, began) = (SweepWatch::default(), Instant::now());
+        watch.closed(9, 0, began);
+        assert!(watch.why(after(began, 59)).is_some());
+        assert_eq!(watch.why(after(began, 61)), None);
+    }
+}
