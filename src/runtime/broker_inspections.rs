@@ -67,6 +67,8 @@ pub(super) struct BrokerInspections {
     missing: Option<String>,
     not_declared: Option<String>,
     alternate: Option<String>,
+    /// Why nothing may be published to an exchange.
+    not_published: Option<String>,
     reported: BTreeSet<Cause>,
 }
 
@@ -95,6 +97,7 @@ impl BrokerInspections {
             missing: None,
             not_declared: None,
             alternate: None,
+            not_published: None,
             reported: BTreeSet::new(),
         }
     }
@@ -167,7 +170,8 @@ impl BrokerInspections {
             self.declare_again("the sweep closed orders whose alarms did not arrive");
         }
         let now = Instant::now();
-        if self.returns_unroutable && (now >= self.next_alternates_at || self.alternate.is_some()) {
+        let is_found = self.alternate.is_some() || self.not_published.is_some();
+        if self.returns_unroutable && (is_found || now >= self.next_alternates_at) {
             self.next_alternates_at = now + ALTERNATES_EVERY;
             self.look_for_alternates().await;
         }
@@ -192,6 +196,7 @@ impl BrokerInspections {
         };
         match self.topology.exchange_with_alternate(&connection).await {
             Ok(found) => {
+                self.not_published = None;
                 let is_new = found.is_some() && self.alternate.is_none();
                 self.alternate = found.map(|exchange| {
                     format!(
@@ -204,20 +209,22 @@ impl BrokerInspections {
                     self.declare_again("an alternate exchange hides what is missing");
                 }
             }
-            Err(fault @ TopologyError::Refused { .. }) => self.not_declared = Some(fault.to_string()),
+            Err(fault @ TopologyError::Refused { .. }) => self.not_published = Some(fault.to_string()),
             Err(fault) => debug!(%fault, "alternate exchanges could not be looked for"),
         }
     }
 
     fn findings(&self) -> [(Cause, Option<String>); 3] {
         [
-            (
-                Cause::Topology,
-                self.not_declared.clone().or_else(|| self.missing.clone()).or_else(|| self.slots.why_refused()),
-            ),
+            (Cause::Topology, self.topology_fault()),
             (Cause::AlternateExchange, self.alternate.clone()),
             (Cause::SlotNotConfirming, self.slots.why_avoided()),
         ]
+    }
+
+    fn topology_fault(&self) -> Option<String> {
+        let found = self.not_declared.as_ref().or(self.missing.as_ref()).or(self.not_published.as_ref());
+        found.cloned().or_else(|| self.slots.why_refused())
     }
 
     fn has_finding(&self) -> bool {

@@ -88,7 +88,7 @@ fn assert_slowed_down(
         let publisher = env.publisher().await;
         schedule(&env, &publisher, alarms, delay).await;
         let why = wait_until_named(&worker, "alarms_circulate").await;
-        assert!(why.contains(names) && why.contains("list_policies"), "{why}");
+        assert!(why.contains(names) && why.contains("order-timeout doctor"), "{why}");
         wait_for("early returns of all", async || {
             Figures::of(&worker).await.get("alarms_returned_early_total") >= alarms as f64
         })

@@ -23,6 +23,8 @@ use tokio::task::JoinHandle;
 
 /// How soon a worker must name a cause, and stop naming it after the cure.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);
+/// The same of what a probe finds while nothing is missing, which is sent once a minute.
+const PROBED_WITHIN: Duration = Duration::from_secs(75);
 
 /// Serves the worker's pages, and uses the default grace of the sweep.
 fn pages_and_sweep(settings: &mut Settings) {
@@ -192,7 +194,7 @@ fn alternate_exchange_policy_is_named() {
         bound.await.unwrap();
         ctl(&broker, &["set_policy", "lost", ".*", r#"{"alternate-exchange":"lost"}"#, "--apply-to", "exchanges"])
             .await;
-        wait_until_named(&worker, "alternate_exchange", NAMED_WITHIN, "alternate-exchange").await;
+        wait_until_named(&worker, "alternate_exchange", PROBED_WITHIN, "alternate-exchange").await;
         env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
         wait_until_cured(&worker, "topology").await;
@@ -209,7 +211,7 @@ fn refused_publishing_is_named() {
         let worker = env.worker().await;
         ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
         let wheel = format!("does not let this user declare or use exchange {:?}", env.names().wheel());
-        wait_until_named(&worker, "topology", NAMED_WITHIN, &wheel).await;
+        wait_until_named(&worker, "topology", PROBED_WITHIN, &wheel).await;
         ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
         wait_until_cured(&worker, "topology").await;
         worker.stop().await;
