@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 
 use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_core::with_causes;
-use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgRow;
-use sqlx::{PgConnection, Postgres, Row};
+use sqlx::{PgConnection, Row};
 use tracing::{debug, warn};
 use uuid::Uuid;
 
@@ -21,7 +20,7 @@ use super::destination::{Destination, SendError};
 use super::pace::Pace;
 use super::traced::TracedBatch;
 use crate::observe::traces::{Outboxed, Traces};
-use crate::postgres::{self, Database, ErrorClass, classify, one_line};
+use crate::postgres::{self, Database, ErrorClass, Lease, classify, one_line};
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that it does
 /// not collide with a shop's own locks. The lower half is the outbox table's oid, because each schema of a database needs a
@@ -488,7 +487,7 @@ fn worst(answers: Vec<Result<(), SendError>>) -> Option<SendError> {
 #[derive(Debug)]
 pub struct LeaderLock {
     database: Database,
-    held: Option<PoolConnection<Postgres>>,
+    held: Option<Lease>,
     /// When the connection that holds the lock last answered.
     answered: Instant,
 }
@@ -517,10 +516,10 @@ impl LeaderLock {
                 return Ok(true);
             }
             warn!("lost the connection that held the relay lock; requesting the lock again");
-            self.let_go();
+            self.held = None;
         }
         let mut connection = self.database.connection().await?;
-        let answer = tokio::time::timeout(LOCK_TIMEOUT, ask_for_lock(&mut connection)).await;
+        let answer = tokio::time::timeout(LOCK_TIMEOUT, connection.work(ask_for_lock)).await;
         // Returned to the pool only if it certainly does not hold the lock.
         let Ok(Ok(is_ours)) = answer else {
             connection.close_on_drop();
@@ -528,6 +527,8 @@ impl LeaderLock {
         };
         if is_ours {
             debug!("acquired the relay lock; this worker empties the outboxes");
+            // Never returned: the lock ends with its session.
+            connection.close_on_drop();
             self.held = Some(connection);
             self.answered = Instant::now();
         }
@@ -539,13 +540,6 @@ impl LeaderLock {
         if let Some(connection) = self.held.take() {
             // Closed rather than returned to the pool: the session's end releases the lock.
             let _answered_or_given_up = tokio::time::timeout(LOCK_TIMEOUT, connection.close()).await;
-        }
-    }
-
-    /// Drops the connection without closing it properly.
-    fn let_go(&mut self) {
-        if let Some(mut connection) = self.held.take() {
-            connection.close_on_drop();
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
-//! clock, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
+//! clock, `lease.rs` lends connections, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
 //! `catalog.rs` and `survey.rs` describe a table of the shop's, `grants.rs` the rights that a mapping lacks, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
 //! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours,
 //! `operator.rs` names who asked for a change.
@@ -16,6 +16,7 @@ mod connect;
 pub mod contract;
 mod error;
 pub mod grants;
+mod lease;
 mod migrations;
 mod operator;
 pub mod parked_alarms;
@@ -28,9 +29,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
-use sqlx::{Connection, PgConnection, PgPool, Postgres};
+use sqlx::{Connection, PgConnection, PgPool};
 use tracing::debug;
 
 use crate::config::DatabaseSettings;
@@ -41,6 +41,7 @@ use connect::{
 };
 use error::is_stale_plan;
 pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, without_server_message};
+pub use lease::Lease;
 pub use migrations::{migrate, require_migrated};
 pub use operator::Operator;
 pub use session::is_about_pooler;
@@ -107,10 +108,10 @@ impl Database {
     ///
     /// # Errors
     /// sqlx's, with the address and the cause if the server cannot be reached.
-    pub async fn connection(&self) -> Result<PoolConnection<Postgres>, sqlx::Error> {
+    pub async fn connection(&self) -> Result<Lease, sqlx::Error> {
         match self.pool.acquire().await {
             Err(sqlx::Error::PoolTimedOut) => Err(self.diagnose_no_connection().await),
-            acquired => acquired.map_err(|error| self.with_address(error)),
+            acquired => acquired.map(Lease::new).map_err(|error| self.with_address(error)),
         }
     }
 
@@ -149,7 +150,7 @@ impl Database {
     }
 
     /// Runs `work` on a connection, for no longer than a statement may take: a server whose host is down never answers,
-    /// not even with an error. The connection of a call that timed out is closed.
+    /// not even with an error. The connection of a call that timed out, or was abandoned, is closed.
     ///
     /// # Errors
     /// sqlx's; an I/O error of kind `TimedOut` if there was no answer. It is then unknown whether the work was done.
@@ -167,11 +168,10 @@ impl Database {
     /// As of [`Self::run`].
     pub async fn run_on<T>(
         &self,
-        connection: &mut PoolConnection<Postgres>,
+        connection: &mut Lease,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
-        let Ok(answer) = tokio::time::timeout(self.timeout, work(connection)).await else {
-            connection.close_on_drop();
+        let Ok(answer) = tokio::time::timeout(self.timeout, connection.work(work)).await else {
             tokio::spawn(self.clone().cancel_abandoned_commits());
             return Err(self.no_answer_within(self.timeout));
         };
@@ -238,9 +238,15 @@ impl Database {
         }
     }
 
-    /// The pool itself, for callers that have their own time limit or send nothing to the server.
+    /// The pool itself, for programs beside the worker: its connections are returned whatever was done on them.
     #[must_use]
     pub fn pool(&self) -> &PgPool {
         &self.pool
+    }
+
+    /// Whether a connection could be had at once: one is idle, or the pool may open another.
+    #[must_use]
+    pub fn has_spare_connection(&self) -> bool {
+        self.pool.num_idle() > 0 || self.pool.size() < self.pool.options().get_max_connections()
     }
 }

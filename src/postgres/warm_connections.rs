@@ -9,11 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use order_timeout_core::clock::ClockSample;
-use sqlx::Postgres;
-use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgConnection;
 
-use super::{Database, ErrorClass, classify, clock};
+use super::{Database, ErrorClass, Lease, classify, clock};
 
 /// How long an unused connection is assumed to be alive. The clock is read each second, on each connection in turn, and
 /// there are fewer connections than that (`worker.closers`).
@@ -30,7 +28,7 @@ pub struct WarmConnections {
 
 #[derive(Debug)]
 struct WarmConnection {
-    connection: PoolConnection<Postgres>,
+    connection: Lease,
     /// When it was taken from the pool.
     since: Instant,
     /// When it was last used successfully.
@@ -40,7 +38,7 @@ struct WarmConnection {
 }
 
 impl WarmConnection {
-    fn new(connection: PoolConnection<Postgres>) -> Self {
+    fn new(connection: Lease) -> Self {
         let now = Instant::now();
         Self { connection, since: now, used: now, planned: false }
     }
@@ -60,7 +58,7 @@ impl WarmConnection {
     /// Discards it without a ping: a pool pings a returned connection, waits forever for the answer, and opens no new
     /// connection in the meantime.
     fn discard(self) {
-        drop(self.connection.detach());
+        self.connection.discard();
     }
 }
 
@@ -134,8 +132,7 @@ impl WarmConnections {
     /// Whether fewer connections are kept than the pool allows.
     #[must_use]
     pub fn lacks_some(&self) -> bool {
-        let pool = self.database.pool();
-        pool.num_idle() > 0 || pool.size() < pool.options().get_max_connections()
+        self.database.has_spare_connection()
     }
 
     /// Runs the usual work on a connection that has not planned its statement.

@@ -1,5 +1,6 @@
 //! The promises of order-timeout, one file each, all against a real RabbitMQ and a real Postgres.
 
+mod abandoned_work;
 mod acknowledgement_timeout;
 mod addresses;
 mod adopting;
