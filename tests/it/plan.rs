@@ -286,7 +286,7 @@ async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, Stri
         (
             RESUME_SQL,
             "text, float8, text[], bigint[], text[], bigint[]",
-            format!("'order', 60, '{{stripe}}', '{{{BATCH}}}', '{{}}', '{{}}'"),
+            format!("'order', 60, '{{stripe}}', '{{{BATCH}}}', '{{none}}', '{{0}}'"),
         ),
         (
             // The first of the two takes them over; this renews what it has.

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn test_is_of_payment_that_has_not_failed() {
+    fn payment_that_has_not_failed_tests() {
         let now = Instant::now();
         let (mut breaker, later) = (opened(now), now + FIRST_PAUSE);
         assert_eq!(breaker.admit("a", later), Err(Refusal::Open(FIRST_PAUSE)));
