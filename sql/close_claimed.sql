@@ -70,7 +70,7 @@ due AS MATERIALIZED (
 {reservations of sql/close.sql}
 closed AS (
     UPDATE orders o
-    SET status = 'closed', next_attempt_at = NULL, closed_at = (SELECT m.now FROM moment m), closed_by = c.claimed_by,
+    SET status = 'closed', closed_at = (SELECT m.now FROM moment m), closed_by = c.claimed_by,
         close_reason = 'unpaid'
     FROM close_attempts c
     WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM held_elsewhere w)))

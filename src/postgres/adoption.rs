@@ -21,9 +21,8 @@ pub struct Adoptable {
 /// # Errors
 /// [`DatabaseError`] if the table cannot be read.
 pub async fn is_adopted(database: &Database, what: &Adoptable) -> Result<bool, DatabaseError> {
-    // A row with the name alone was written by an upgrade, from a version that closed these orders without asking.
     let exists = sqlx::query_scalar(
-        "SELECT EXISTS (SELECT FROM order_timeout_adoption WHERE orders IN ($1, $1 || coalesce(' ' || md5($2), '')))",
+        "SELECT EXISTS (SELECT FROM order_timeout_adoption WHERE orders = $1 || coalesce(' ' || md5($2), ''))",
     );
     let exists = exists.bind(&what.orders).bind(&what.defined_by);
     let read = database.run(async |connection: &mut PgConnection| exists.fetch_one(connection).await).await;

@@ -1,6 +1,7 @@
 //! Brings the schema up to date, and refuses one that this version cannot work with.
 //!
-//! The migrations are in `migrations/`; none is ever edited.
+//! The tables are in `migrations/`, of which none is edited after a release. The functions are in `sql/functions/`, and each
+//! setup replaces all of them.
 
 use std::sync::LazyLock;
 
@@ -23,6 +24,24 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
     migrator
 });
 
+/// One query of several statements, which is one transaction. Each file finds what it uses in those before it.
+///
+/// Functions get the `search_path` of this transaction (`SET search_path FROM CURRENT`), so that they work on the tables of
+/// this schema, whatever that of their caller is: a shop may have tables of the same names. `pg_temp` is last, so that no
+/// temporary table takes the place of one of ours. The lock is there because Postgres refuses one of two sessions that
+/// replace a function at once. Rights that were granted on a function stay.
+const FUNCTIONS: &str = concat!(
+    "SELECT pg_advisory_xact_lock(hashtextextended('order-timeout setup ' || current_schema(), 0));",
+    "SELECT set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true);",
+    include_str!("../../sql/functions/effective_status.sql"),
+    include_str!("../../sql/functions/order_keys.sql"),
+    include_str!("../../sql/functions/late_money.sql"),
+    include_str!("../../sql/functions/orders_to_ask_about.sql"),
+    include_str!("../../sql/functions/consume_reserved.sql"),
+    include_str!("../../sql/functions/payment_received.sql"),
+    include_str!("../../sql/functions/settle_asked_order.sql"),
+);
+
 /// Identifies connections that change the schema, which has no time limit.
 const SETUP_NAME: &str = "order-timeout setup";
 
@@ -41,6 +60,14 @@ pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, Databas
     let (mut connection, _) = first_connection(&options, settings, parameters).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
+    let replaced = sqlx::raw_sql(FUNCTIONS).execute(&mut connection).await;
+    // undefined_table, undefined_object: a shop with a table of its own may have dropped ours. What a worker lacks is named
+    // by the inspection of the schema.
+    if let Err(error) = replaced
+        && !matches!(sqlstate(&error).as_deref(), Some("42P01" | "42704"))
+    {
+        return Err(DatabaseError(why_not_migrated(&error.into())));
+    }
     // The migrations are committed, so an error while closing is ignored.
     let _ = connection.close().await;
     Ok(pending)
@@ -116,6 +143,11 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
     } else {
         Vec::new()
     };
+    if applied.iter().any(|migration| MIGRATOR.iter().next().is_some_and(|first| migration.version < first.version)) {
+        return Err(DatabaseError(format!(
+            "the table {MIGRATIONS_TABLE} lists migrations from before the first release, whose tables this version cannot bring up to date; create an empty database, or drop the schema that has this table, and run `order-timeout setup`"
+        )));
+    }
     let is_pending = |version: i64| !applied.iter().any(|migration| migration.version == version);
     Ok(MIGRATOR.iter().filter(|m| is_pending(m.version)).map(|m| m.description.to_string()).collect())
 }
@@ -136,4 +168,17 @@ fn unreadable_migrations(error: &sqlx::Error) -> DatabaseError {
     let hint =
         if is_forbidden(error) { "; use the same user in database.url as for `order-timeout setup`" } else { "" };
     DatabaseError(format!("the applied migrations cannot be read: {}{hint}", one_line(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_function_file_is_run() {
+        for file in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/sql/functions")).unwrap() {
+            let path = file.unwrap().path();
+            assert!(FUNCTIONS.contains(&std::fs::read_to_string(&path).unwrap()), "{}", path.display());
+        }
+    }
 }

@@ -444,8 +444,16 @@ fn failing_worker_logs_error_once_without_password() {
 fn names_missing_migrations() {
     TestEnv::builder().run(async |env| {
         let id = Uuid::now_v7().to_string();
-        env.pool.execute("DELETE FROM order_timeout_migrations WHERE description = 'parked alarms'").await.unwrap();
-        assert_call_fails(&env.settings, &["worker"], &["1 migration", "parked alarms", "order-timeout setup"]).await;
+        env.pool
+            .execute("DELETE FROM order_timeout_migrations WHERE description = 'outboxes and parked alarms'")
+            .await
+            .unwrap();
+        assert_call_fails(
+            &env.settings,
+            &["worker"],
+            &["1 migration", "outboxes and parked alarms", "order-timeout setup"],
+        )
+        .await;
         env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
         let count = format!("{} migration", migration_files());
         assert_call_fails(&env.settings, &["worker"], &[&count, "order-timeout setup"]).await;

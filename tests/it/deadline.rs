@@ -83,10 +83,10 @@ fn move_waits_for_concurrent_status_change() {
     TestEnv::builder().run(async |env| {
         for wanted_in in [Duration::from_secs(7_200), Duration::from_secs(1_800)] {
             let order = env.order(Duration::from_secs(3_600)).await;
-            let close_soon = "UPDATE orders SET status = 'closing', next_attempt_at = now() WHERE id = $1";
+            let close_soon = "UPDATE orders SET status = 'closing' WHERE id = $1";
             sqlx::query(close_soon).bind(order.id).execute(&env.pool).await.unwrap();
             let mut other = env.pool.begin().await.unwrap();
-            let make_unpaid = "UPDATE orders SET status = 'unpaid', next_attempt_at = NULL WHERE id = $1";
+            let make_unpaid = "UPDATE orders SET status = 'unpaid' WHERE id = $1";
             sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
             let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
             let commit_when_blocked = async {

@@ -101,7 +101,7 @@ fn missing_objects_are_named() {
             fault(
                 "schema",
                 "ALTER TABLE parked_alarms RENAME TO elsewhere",
-                "the table parked_alarms (created by migrations/20261120100300_parked_alarms.sql)",
+                "the table parked_alarms (created by migrations/20261129100100_outboxes_and_parked_alarms.sql)",
                 "ALTER TABLE elsewhere RENAME TO parked_alarms",
             ),
             fault(
@@ -600,5 +600,28 @@ fn setup_names_what_is_missing() {
         let (code, _, stderr) =
             meanwhile(|| run(order_timeout(&env.settings).args(["setup", "--set", &own[0], "--set", &own[1]])));
         assert_eq!(code, 0, "{stderr}");
+    });
+}
+
+#[test]
+fn setup_restores_functions_and_keeps_grants() {
+    TestEnv::builder().run(async |env| {
+        // A role of every server, which has none of our rights.
+        execute(&env.pool, "GRANT EXECUTE ON FUNCTION payment_received(text, text, text, bigint, text) TO pg_monitor")
+            .await;
+        execute(
+            &env.pool,
+            "DROP FUNCTION late_payment_received; ALTER FUNCTION release_excess(uuid) RESET search_path",
+        )
+        .await;
+        let (code, _, stderr) = meanwhile(|| run(order_timeout(&env.settings).arg("setup")));
+        assert_eq!(code, 0, "{stderr}");
+        let granted = "SELECT count(*) FROM pg_proc WHERE proname = 'payment_received'
+                       AND has_function_privilege('pg_monitor', oid, 'EXECUTE')
+                       AND NOT has_function_privilege('pg_read_all_stats', oid, 'EXECUTE')";
+        assert_eq!(env.count(granted).await, 1);
+        let restored = "SELECT count(*) FROM pg_proc WHERE proname IN ('late_payment_received', 'release_excess')
+                        AND proconfig = ARRAY['search_path=public, pg_temp']";
+        assert_eq!(env.count(restored).await, 2);
     });
 }

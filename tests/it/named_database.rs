@@ -46,7 +46,7 @@ fn hash_in_password_is_explained() {
 #[test]
 fn missing_migrations_name_database() {
     TestEnv::builder().run(async |env| {
-        let delete = "DELETE FROM order_timeout_migrations WHERE version > 20261120100000";
+        let delete = "DELETE FROM order_timeout_migrations WHERE version > 20261129100000";
         let missing = sqlx::query(delete).execute(&env.pool).await.unwrap().rows_affected();
         let place = host_and_port(&env.settings.database.url);
         let database = format!("database \"order_timeout_{}\"", env.settings.namespace);
@@ -62,10 +62,22 @@ fn missing_migrations_name_database() {
 #[test]
 fn unfinished_migration_names_our_table() {
     TestEnv::builder().run(async |env| {
-        execute(&env, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261120100100").await;
+        execute(&env, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261129100100").await;
         for command in ["setup", "worker"] {
-            let remedy = "DELETE FROM order_timeout_migrations WHERE version = 20261120100100";
+            let remedy = "DELETE FROM order_timeout_migrations WHERE version = 20261129100100";
             assert_fails(&env.settings, command, &["began and did not finish", remedy]).await;
+        }
+    });
+}
+
+#[test]
+fn unreleased_schema_is_refused() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, "UPDATE order_timeout_migrations SET version = 20261120100000 WHERE version = 20261129100000")
+            .await;
+        for command in ["setup", "worker"] {
+            let parts = ["the table order_timeout_migrations", "before the first release", "create an empty database"];
+            assert_fails(&env.settings, command, &parts).await;
         }
     });
 }

@@ -112,7 +112,7 @@ fn cancelled_order_stays_untouched() {
 
 #[test]
 fn order_in_closing_stays_untouched() {
-    assert_untouched("UPDATE orders SET status = 'closing', next_attempt_at = clock_timestamp()");
+    assert_untouched("UPDATE orders SET status = 'closing'");
 }
 
 /// The constraints are the last protection if a close statement is wrong, ours or the shop's.

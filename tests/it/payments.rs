@@ -111,23 +111,6 @@ async fn database(env: &TestEnv) -> Database {
 }
 
 #[test]
-fn functions_are_those_of_sql_folder() {
-    let migrated = [
-        (
-            include_str!("../../migrations/20261128110000_asked_orders_count_payments.sql"),
-            include_str!("../../sql/payment_received.sql"),
-        ),
-        (
-            include_str!("../../migrations/20261127120300_effective_status_of_orders.sql"),
-            include_str!("../../sql/effective_status.sql"),
-        ),
-    ];
-    for (migration, file) in migrated {
-        assert!(migration.contains(file));
-    }
-}
-
-#[test]
 fn payment_consumes_all_that_is_reserved() {
     TestEnv::builder().run(async |env| {
         let orders = env.orders(2, MINUTE).await;
@@ -136,7 +119,7 @@ fn payment_consumes_all_that_is_reserved() {
         let (first, second) = (&orders[0], &orders[1]);
         execute(&env, "INSERT INTO payment_attempts SELECT 'stripe', 'pi_' || id, id::text, 1999, 'EUR' FROM orders")
             .await;
-        let closing = "UPDATE orders SET status = 'closing', next_attempt_at = now() WHERE id = $1";
+        let closing = "UPDATE orders SET status = 'closing' WHERE id = $1";
         sqlx::query(closing).bind(second.id).execute(&env.pool).await.unwrap();
         for (order, id) in [(first, first.id.to_string().to_uppercase()), (second, second.id.to_string())] {
             let paid = report(&env.pool, id, &format!("pi_{}", order.id), 1_999).await;
@@ -395,7 +378,7 @@ fn guard_refuses_payments_after_deadline() {
             let open = env.order(MINUTE).await;
             let never = env.order(MINUTE).await;
             for (sql, order) in [
-                ("UPDATE orders SET status = 'closing', next_attempt_at = now() WHERE id = $1", closing),
+                ("UPDATE orders SET status = 'closing' WHERE id = $1", closing),
                 ("UPDATE orders SET expires_at = NULL WHERE id = $1", &never),
             ] {
                 sqlx::query(sql).bind(order.id).execute(&env.pool).await.unwrap();

@@ -72,30 +72,18 @@ pub async fn schedule_all<A: Into<NewAlarm>>(
     alarms: impl IntoIterator<Item = A>,
 ) -> Result<(), ScheduleError> {
     let (mut ids, mut deadlines, mut traceparents, mut kinds) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut are_plain = true;
     for alarm in alarms {
-        let alarm = alarm.into();
-        are_plain &= alarm.is_plain();
-        let NewAlarm { kind, order_id, deadline, traceparent } = alarm;
+        let NewAlarm { kind, order_id, deadline, traceparent } = alarm.into();
         ids.push(OrderId::new(order_id)?.as_str().to_owned());
         deadlines.push(Timestamptz(deadline));
         traceparents.push(traceparent);
         kinds.push(kind.as_str().to_owned());
     }
-    let insert = if are_plain {
-        sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) SELECT * FROM unnest($1::text[], $2::timestamptz[])")
-            .bind(ids)
-            .bind(deadlines)
-    } else {
-        sqlx::query(
-            "INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind)
-             SELECT * FROM unnest($1::text[], $2::timestamptz[], $3::text[], $4::text[])",
-        )
-        .bind(ids)
-        .bind(deadlines)
-        .bind(traceparents)
-        .bind(kinds)
-    };
+    let insert = sqlx::query(
+        "INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind)
+         SELECT * FROM unnest($1::text[], $2::timestamptz[], $3::text[], $4::text[])",
+    );
+    let insert = insert.bind(ids).bind(deadlines).bind(traceparents).bind(kinds);
     insert.execute(transaction).await?;
     Ok(())
 }
@@ -137,11 +125,6 @@ impl NewAlarm {
         self
     }
 
-    /// Whether the columns of every version suffice, for a shop that is upgraded before its worker's tables.
-    fn is_plain(&self) -> bool {
-        self.traceparent.is_none() && self.kind.is_default()
-    }
-
     /// The W3C trace context of the code that schedules, such as
     /// `00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01`. The worker sends it as header `traceparent` with the alarm
     /// and with the event of the order's close. Text that is no trace context is left out, because no order may fail for its
@@ -159,14 +142,10 @@ impl NewAlarm {
     /// [`ScheduleError`]; roll the transaction back.
     pub async fn schedule(self, transaction: &mut PgConnection) -> Result<(), ScheduleError> {
         let order_id = OrderId::new(&self.order_id)?;
-        let is_plain = self.is_plain();
-        let insert = sqlx::query(if is_plain {
-            "INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)"
-        } else {
-            "INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind) VALUES ($1, $2, $3, $4)"
-        });
+        let insert =
+            sqlx::query("INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind) VALUES ($1, $2, $3, $4)");
         let insert = insert.bind(order_id.as_str()).bind(Timestamptz(self.deadline));
-        let insert = if is_plain { insert } else { insert.bind(self.traceparent).bind(self.kind.as_str().to_owned()) };
+        let insert = insert.bind(self.traceparent).bind(self.kind.as_str().to_owned());
         insert.execute(transaction).await?;
         Ok(())
     }

@@ -25,7 +25,7 @@ struct Table {
 const ALWAYS: &[Table] = &[
     Table {
         name: "event_outbox",
-        migration: "20261120100200_outboxes.sql",
+        migration: "20261129100100_outboxes_and_parked_alarms.sql",
         columns: &[
             "id",
             "routing_key",
@@ -42,7 +42,7 @@ const ALWAYS: &[Table] = &[
     },
     Table {
         name: "alarm_outbox",
-        migration: "20261120100200_outboxes.sql",
+        migration: "20261129100100_outboxes_and_parked_alarms.sql",
         columns: &[
             "id",
             "kind",
@@ -58,37 +58,37 @@ const ALWAYS: &[Table] = &[
     },
     Table {
         name: "parked_alarms",
-        migration: "20261120100300_parked_alarms.sql",
+        migration: "20261129100100_outboxes_and_parked_alarms.sql",
         columns: &["id", "reason", "detail", "kind", "order_id", "deadline", "attempts", "body", "parked_at"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {
         name: "order_timeout_workers",
-        migration: "20261125090000_registered_workers.sql",
+        migration: "20261129100300_workers_pauses_and_counts.sql",
         columns: &["id", "host", "pid", "namespace", "kinds", "delays", "started_at", "last_seen"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {
         name: "order_timeout_adoption",
-        migration: "20261126100100_adopted_orders.sql",
+        migration: "20261129100300_workers_pauses_and_counts.sql",
         columns: &["orders", "adopted_at", "by", "overdue"],
         rights: &["SELECT", "INSERT"],
     },
     Table {
         name: "order_timeout_settings",
-        migration: "20261127120000_payments_and_late_money.sql",
+        migration: "20261129100300_workers_pauses_and_counts.sql",
         columns: &["is_the_only_row", "pay_after_deadline"],
         rights: &["SELECT", "INSERT", "UPDATE"],
     },
     Table {
         name: "closing_pauses",
-        migration: "20261128120000_pauses_of_closing.sql",
+        migration: "20261129100300_workers_pauses_and_counts.sql",
         columns: &["kind", "cause", "reason", "paused_by", "paused_at", "resumed_at"],
         rights: &["SELECT", "INSERT"],
     },
     Table {
         name: "closing_minutes",
-        migration: "20261128120100_counts_of_closing.sql",
+        migration: "20261129100300_workers_pauses_and_counts.sql",
         columns: &[
             "kind",
             "minute",
@@ -109,7 +109,7 @@ const ALWAYS: &[Table] = &[
 /// Needed if a kind has reminders.
 const REMINDER_TABLES: &[Table] = &[Table {
     name: "reminder_progress",
-    migration: "20261127100200_reminders.sql",
+    migration: "20261129100100_outboxes_and_parked_alarms.sql",
     columns: &["kind", "before_ms", "reached", "reached_id"],
     rights: &["SELECT", "INSERT", "UPDATE"],
 }];
@@ -118,49 +118,49 @@ const REMINDER_TABLES: &[Table] = &[Table {
 const DEFAULT_ORDERS_TABLES: &[Table] = &[
     Table {
         name: "orders",
-        migration: "20261120100000_orders_items_and_stock.sql",
+        migration: "20261129100000_orders_stock_and_history.sql",
         columns: &["id", "status", "expires_at", "closed_at", "closed_by", "close_reason", "received_minor"],
         rights: &["SELECT", "UPDATE"],
     },
     Table {
         name: "order_items",
-        migration: "20261120100000_orders_items_and_stock.sql",
+        migration: "20261129100000_orders_stock_and_history.sql",
         columns: &["order_id", "article_id", "quantity"],
         rights: &["SELECT"],
     },
     Table {
         name: "stock",
-        migration: "20261120100000_orders_items_and_stock.sql",
+        migration: "20261129100000_orders_stock_and_history.sql",
         columns: &["article_id", "available", "reserved"],
         rights: &["SELECT", "UPDATE"],
     },
     Table {
         name: "order_resources",
-        migration: "20261127120100_reservations_besides_stock.sql",
+        migration: "20261129100000_orders_stock_and_history.sql",
         columns: &["order_id", "kind", "resource_id", "quantity"],
         rights: &["SELECT"],
     },
     Table {
         name: "reserved_resources",
-        migration: "20261127120100_reservations_besides_stock.sql",
+        migration: "20261129100000_orders_stock_and_history.sql",
         columns: &["kind", "id", "available", "reserved"],
         rights: &["SELECT", "UPDATE"],
     },
     Table {
         name: "order_events",
-        migration: "20261120100100_order_history.sql",
+        migration: "20261129100000_orders_stock_and_history.sql",
         columns: &["order_id", "event", "at", "by", "reason", "who", "why"],
         rights: &["INSERT"],
     },
     Table {
         name: "payment_attempts",
-        migration: "20261127090000_payments.sql",
+        migration: "20261129100200_payments_and_late_money.sql",
         columns: &["provider", "reference", "order_id", "state", "created_at"],
         rights: &["SELECT"],
     },
     Table {
         name: "close_attempts",
-        migration: "20261127110000_close_attempts.sql",
+        migration: "20261129100200_payments_and_late_money.sql",
         columns: &[
             "kind",
             "order_id",
@@ -187,23 +187,37 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
 const PROVIDER_TABLES: &[Table] = &[
     Table {
         name: "orders",
-        migration: "20261120100000_orders_items_and_stock.sql",
-        columns: &["paid_at", "next_attempt_at", "amount_minor", "currency"],
+        migration: "20261129100000_orders_stock_and_history.sql",
+        columns: &["paid_at", "amount_minor", "currency"],
         rights: &[],
     },
-    Table { name: "order_events", migration: "20261120100100_order_history.sql", columns: &["answers"], rights: &[] },
+    Table {
+        name: "order_events",
+        migration: "20261129100000_orders_stock_and_history.sql",
+        columns: &["answers"],
+        rights: &[],
+    },
     Table {
         name: "payment_attempts",
-        migration: "20261127090000_payments.sql",
+        migration: "20261129100200_payments_and_late_money.sql",
         columns: &["amount_minor", "currency", "payable_until"],
         rights: &["UPDATE"],
     },
-    Table { name: "close_attempts", migration: "20261127110000_close_attempts.sql", columns: &[], rights: &["DELETE"] },
+    Table {
+        name: "close_attempts",
+        migration: "20261129100200_payments_and_late_money.sql",
+        columns: &[],
+        rights: &["DELETE"],
+    },
 ];
 
 /// Needed if the close statement is ours, or rendered from a mapping.
-const WRITTEN_EVENTS: Table =
-    Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] };
+const WRITTEN_EVENTS: Table = Table {
+    name: "event_outbox",
+    migration: "20261129100100_outboxes_and_parked_alarms.sql",
+    columns: &[],
+    rights: &["INSERT"],
+};
 
 /// An index that a guarantee depends on. Identified by its definition, not by its name.
 #[derive(Debug, Clone, Copy)]
@@ -476,7 +490,7 @@ impl Schema {
         }
         if !catalog.missing_functions.is_empty() {
             let what = format!("the function {} is missing", catalog.missing_functions.join(", "));
-            faults.push(Fault::new(what, "create it as the last migration that names it does"));
+            faults.push(Fault::new(what, "run `order-timeout setup`"));
         }
         faults
     }

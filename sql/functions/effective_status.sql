@@ -3,7 +3,7 @@
 -- By the server's clock. They change nothing and decide nothing: the row decides, and the close changes it.
 
 -- The status, and `expired` for an unpaid order whose deadline has passed: SELECT o.effective_status FROM orders o
-CREATE FUNCTION effective_status(orders) RETURNS text LANGUAGE sql STABLE AS $$
+CREATE OR REPLACE FUNCTION effective_status(orders) RETURNS text LANGUAGE sql STABLE AS $$
     SELECT CASE
         -- statement_timestamp(), not now(): a transaction may have begun before the deadline.
         WHEN $1.status = 'unpaid' AND $1.expires_at <= statement_timestamp() THEN 'expired'
@@ -13,7 +13,7 @@ $$;
 
 -- The time that is left to pay: never negative, 0 for an order that is not unpaid, NULL for one without a deadline,
 -- which never expires.
-CREATE FUNCTION remaining(orders) RETURNS interval LANGUAGE sql STABLE AS $$
+CREATE OR REPLACE FUNCTION remaining(orders) RETURNS interval LANGUAGE sql STABLE AS $$
     SELECT CASE
         WHEN $1.status <> 'unpaid' THEN interval '0'
         -- greatest() takes no notice of NULL.
@@ -22,6 +22,6 @@ CREATE FUNCTION remaining(orders) RETURNS interval LANGUAGE sql STABLE AS $$
 $$;
 
 -- Both beside the columns that a reader needs. Not all columns: a view would keep later ones from being changed.
-CREATE VIEW orders_effective AS
+CREATE OR REPLACE VIEW orders_effective AS
 SELECT o.id, o.status, effective_status(o) AS effective_status, o.expires_at, remaining(o) AS remaining
 FROM orders o;

@@ -1,55 +1,14 @@
--- The functions of sql/payment_received.sql: word for word, then where they look for their tables and what calls them.
-
 -- Money that a provider says it has received: pays the order, or is written down as money that paid for nothing.
 --
 -- A payment callback calls payment_received in one statement (docs/PAYMENTS.md). These functions ask no provider and
 -- refund nothing. Each is run once for a payment, however often and by however many sessions it is reported: the table
 -- `received_payments` has one row for each (provider, reference).
 
--- Money that paid for nothing, or not for this order: recorded, announced, and in the order's history if it has one.
--- The caller has locked the order's row, if there is one. Not for callbacks.
-CREATE FUNCTION record_late_payment(
-    order_id text, provider text, reference text, amount_minor bigint, currency text, reason text
-) RETURNS void LANGUAGE plpgsql AS $$
-#variable_conflict use_column
-DECLARE
-    late late_payments;
-BEGIN
-    INSERT INTO late_payments (order_id, provider, reference, amount_minor, currency, reason)
-    VALUES (record_late_payment.order_id, record_late_payment.provider, record_late_payment.reference,
-            record_late_payment.amount_minor, record_late_payment.currency, record_late_payment.reason)
-    RETURNING * INTO late;
-    INSERT INTO order_events (order_id, event, by, reason)
-    SELECT o.id, 'payment_late', 'payment', late.reason || ': ' || late.provider || ' ' || late.reference
-    FROM orders o
-    WHERE o.id = default_order_key(late.order_id);
-    INSERT INTO event_outbox (routing_key, type, payload)
-    VALUES ('order.payment_late', 'order.payment_late.v1', late_payment_as_json(late));
-END $$;
-
--- What listeners are told of money that paid for nothing.
-CREATE FUNCTION late_payment_as_json(late late_payments) RETURNS jsonb LANGUAGE sql STABLE AS $$
-    SELECT jsonb_build_object(
-        'late_payment_id', late.id,
-        'order_id', late.order_id,
-        'provider', late.provider,
-        'reference', late.reference,
-        'amount_minor', late.amount_minor,
-        'currency', late.currency,
-        'reason', late.reason,
-        'recorded_at', to_char(late.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'))
-$$;
-
--- The key in the default table `orders`; NULL for a text that is none, so that such a payment is recorded all the same.
-CREATE FUNCTION default_order_key(order_id text) RETURNS uuid LANGUAGE sql IMMUTABLE AS $$
-    SELECT CASE WHEN order_id ~ '^[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$' THEN order_id::uuid END
-$$;
-
 -- A payment that was reported before: the answer of the first time.
-CREATE FUNCTION recorded_payment(
+CREATE OR REPLACE FUNCTION recorded_payment(
     order_id text, provider text, reference text, amount_minor bigint, currency text
 ) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     known received_payments;
@@ -79,10 +38,10 @@ END $$;
 --   is_new         false: it was reported before, and this is the answer of that time
 --
 -- SECURITY DEFINER: a callback's role needs EXECUTE on this function and no right on a table.
-CREATE FUNCTION payment_received(
+CREATE OR REPLACE FUNCTION payment_received(
     order_id text, provider text, reference text, amount_minor bigint, currency text
 ) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
-LANGUAGE plpgsql SECURITY DEFINER AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     target orders;
@@ -108,8 +67,6 @@ BEGIN
         WHEN target.id IS NULL THEN 'unknown_order'
         -- The shop itself has written for which order the customer was sent to the provider.
         WHEN attempt.order_id <> id_text THEN 'other_order'
-        -- The closing protocol has settled this very attempt by the provider's answer.
-        WHEN target.status = 'paid' AND attempt.state = 'paid' THEN NULL
         WHEN target.status = 'paid' THEN 'already_paid'
         WHEN target.status = 'closed' THEN 'closed'
         WHEN target.status::text = 'cancelled' THEN 'cancelled'
@@ -130,12 +87,10 @@ BEGIN
     END IF;
     verdict := CASE
         WHEN why IS NOT NULL THEN 'late'
-        WHEN target.status <> 'paid' AND payment_received.amount_minor < missing THEN 'partial'
+        WHEN payment_received.amount_minor < missing THEN 'partial'
         ELSE 'paid'
     END;
-    IF verdict = 'paid' AND target.status = 'paid' THEN
-        counted := payment_received.amount_minor;
-    ELSIF verdict <> 'late' THEN
+    IF verdict <> 'late' THEN
         -- 0 if the shop has lowered the price below what was received.
         counted := greatest(least(payment_received.amount_minor, missing), 0);
     END IF;
@@ -154,13 +109,14 @@ BEGIN
         RETURN;
     END IF;
 
-    -- The money was taken, whatever becomes of it.
-    UPDATE payment_attempts a SET state = 'paid'
-    WHERE a.provider = payment_received.provider AND a.reference = payment_received.reference AND a.state <> 'paid';
+    -- The money was taken: nothing is asked about this attempt any more if it pays for nothing. That of another order is
+    -- left alone, because only its provider knows what became of it.
+    UPDATE payment_attempts a SET state = CASE WHEN verdict = 'late' THEN 'late' ELSE 'paid' END
+    WHERE a.provider = payment_received.provider AND a.reference = payment_received.reference AND a.order_id = id_text;
     IF verdict = 'late' THEN
         PERFORM record_late_payment(id_text, payment_received.provider, payment_received.reference,
                                     payment_received.amount_minor, payment_received.currency, why);
-    ELSIF target.status <> 'paid' THEN
+    ELSE
         PERFORM count_payment(target.id, counted, verdict = 'paid', payment_received.provider,
                               payment_received.reference);
         IF payment_received.amount_minor > counted THEN
@@ -174,15 +130,15 @@ END $$;
 
 -- Counts money toward an open order whose row the caller has locked; if that pays the order, what it has reserved is
 -- consumed. Not for callbacks.
-CREATE FUNCTION count_payment(order_id uuid, counted bigint, pays boolean, provider text, reference text)
-RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION count_payment(order_id uuid, counted bigint, pays boolean, provider text, reference text)
+RETURNS void LANGUAGE plpgsql
+SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
     UPDATE orders o
     SET received_minor = coalesce(o.received_minor, 0) + counted,
         status = CASE WHEN pays THEN 'paid' ELSE o.status END,
-        paid_at = CASE WHEN pays THEN clock_timestamp() END,
-        next_attempt_at = CASE WHEN NOT pays THEN o.next_attempt_at END
+        paid_at = CASE WHEN pays THEN clock_timestamp() END
     WHERE o.id = count_payment.order_id;
     IF NOT FOUND THEN
         RAISE 'a trigger keeps order % unpaid; the payment is not recorded, so report it again', count_payment.order_id;
@@ -193,27 +149,18 @@ BEGIN
     IF NOT pays THEN
         RETURN;
     END IF;
-    -- Stock and then resources, each in the order of its key, as the close locks them: no deadlock.
-    UPDATE stock s SET reserved = s.reserved - r.quantity
-    FROM (SELECT k.article_id, i.quantity
-          FROM order_items i JOIN stock k ON k.article_id = i.article_id
-          WHERE i.order_id = count_payment.order_id
-          ORDER BY k.article_id FOR NO KEY UPDATE OF k) r
-    WHERE s.article_id = r.article_id;
-    UPDATE reserved_resources s SET reserved = s.reserved - r.quantity
-    FROM (SELECT k.kind, k.id, i.quantity
-          FROM order_resources i JOIN reserved_resources k ON k.kind = i.kind AND k.id = i.resource_id
-          WHERE i.order_id = count_payment.order_id
-          ORDER BY k.kind, k.id FOR NO KEY UPDATE OF k) r
-    WHERE s.kind = r.kind AND s.id = r.id;
+    PERFORM release_excess(count_payment.order_id);
+    -- If the order was being closed, nothing is left to do about it; a worker that has it finds its lease lost.
+    DELETE FROM close_attempts c WHERE c.kind = 'order' AND c.order_id = count_payment.order_id::text;
+    PERFORM consume_reserved(ARRAY[count_payment.order_id]);
 END $$;
 
 -- A payment that did not pay an order of the shop's own table: the shop's own guarded update has found it closed. The
 -- columns are those of payment_received; outcome is late, reason is not_open.
-CREATE FUNCTION late_payment_received(
+CREATE OR REPLACE FUNCTION late_payment_received(
     order_id text, provider text, reference text, amount_minor bigint, currency text
 ) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
-LANGUAGE plpgsql SECURITY DEFINER AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
     INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
@@ -226,66 +173,15 @@ BEGIN
             late_payment_received.amount_minor, late_payment_received.currency);
         RETURN;
     END IF;
-    UPDATE payment_attempts a SET state = 'paid'
-    WHERE a.provider = late_payment_received.provider AND a.reference = late_payment_received.reference
-      AND a.state <> 'paid';
+    UPDATE payment_attempts a SET state = 'late'
+    WHERE a.provider = late_payment_received.provider AND a.reference = late_payment_received.reference;
     PERFORM record_late_payment(
         late_payment_received.order_id, late_payment_received.provider, late_payment_received.reference,
         late_payment_received.amount_minor, late_payment_received.currency, 'not_open');
     RETURN QUERY SELECT 'late', 'not_open', 0::bigint, 0::bigint, true;
 END $$;
 
--- The part payments of an order that was closed or cancelled become late money. The close calls it in its own
--- statement; a shop calls it where it cancels an order. Returns how many there were: none while the order is open or
--- paid, so that every role may call it.
-CREATE FUNCTION release_part_payments(order_id uuid) RETURNS bigint
-LANGUAGE plpgsql SECURITY DEFINER AS $$
-#variable_conflict use_column
-DECLARE
-    part received_payments;
-    released bigint := 0;
-BEGIN
-    UPDATE orders o SET received_minor = NULL
-    WHERE o.id = release_part_payments.order_id AND o.status NOT IN ('unpaid', 'closing', 'paid')
-      AND o.received_minor IS NOT NULL;
-    IF NOT FOUND THEN
-        RETURN 0;
-    END IF;
-    FOR part IN
-        SELECT * FROM received_payments p
-        WHERE p.order_id = release_part_payments.order_id::text AND p.outcome = 'partial' AND p.counted_minor > 0
-        ORDER BY p.received_at, p.provider, p.reference
-        FOR NO KEY UPDATE
-    LOOP
-        UPDATE received_payments p SET counted_minor = 0 WHERE p.provider = part.provider AND p.reference = part.reference;
-        PERFORM record_late_payment(part.order_id, part.provider, part.reference, part.counted_minor, part.currency,
-                                    'part_payment');
-        released := released + 1;
-    END LOOP;
-    RETURN released;
-END $$;
-
--- They work on the tables of this schema, whatever search_path their caller has: a shop may have tables of the same
--- names. pg_temp last, so that no temporary table takes the place of one of ours.
-DO $$
-DECLARE
-    ours text;
-BEGIN
-    FOREACH ours IN ARRAY ARRAY[
-        'record_late_payment(text, text, text, bigint, text, text)',
-        'recorded_payment(text, text, text, bigint, text)',
-        'payment_received(text, text, text, bigint, text)',
-        'count_payment(uuid, bigint, boolean, text, text)',
-        'late_payment_received(text, text, text, bigint, text)',
-        'release_part_payments(uuid)'
-    ] LOOP
-        EXECUTE format('ALTER FUNCTION %I.%s SET search_path = %1$I, pg_temp', current_schema(), ours);
-    END LOOP;
-END $$;
-
--- Every role may call a new function unless this is said. The callback's role is granted EXECUTE by the shop.
 REVOKE ALL ON FUNCTION
-    record_late_payment(text, text, text, bigint, text, text),
     recorded_payment(text, text, text, bigint, text),
     payment_received(text, text, text, bigint, text),
     count_payment(uuid, bigint, boolean, text, text),
