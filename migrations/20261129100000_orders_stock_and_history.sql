@@ -30,7 +30,11 @@ CREATE TABLE orders (
     CONSTRAINT closed_by_is_a_known_path
         CHECK (closed_by IN ('alarm', 'look_ahead', 'sweep', 'manual')),
     CONSTRAINT no_order_is_closed_early
-        CHECK (closed_at >= expires_at)
+        CHECK (closed_at >= expires_at),
+    -- Anything else could never be paid: a payment's currency is three capital letters.
+    CONSTRAINT the_currency_is_three_letters CHECK (currency ~ '^[A-Z]{3}$'),
+    CONSTRAINT an_order_costs_no_negative_amount CHECK (amount_minor >= 0),
+    CONSTRAINT no_negative_amount_was_received CHECK (received_minor >= 0)
 );
 
 -- The deadline index: only unpaid orders are in it, so it stays small however old the table is.

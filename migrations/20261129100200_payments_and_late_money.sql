@@ -12,8 +12,8 @@ CREATE TABLE payment_attempts (
     order_id      text NOT NULL,
     amount_minor  bigint NOT NULL,
     currency      text NOT NULL,
-    -- late: its money was taken and pays for nothing. refunded: it was paid and given back. Only about open and paid ones
-    -- a provider is asked.
+    -- counted: its money was reported and is a part of the price. late: its money pays for nothing. refunded: it was paid and
+    -- given back. A provider is asked only about open and paid ones.
     state         text NOT NULL DEFAULT 'open',
     created_at    timestamptz NOT NULL DEFAULT now(),
     -- After this moment the provider takes no payment for the attempt: the shop has told it so. NULL: not known. Needed
@@ -27,7 +27,7 @@ CREATE TABLE payment_attempts (
     CONSTRAINT the_order_id_fits_a_message CHECK (octet_length(order_id) BETWEEN 1 AND 200),
     CONSTRAINT an_attempt_pays_no_negative_amount CHECK (amount_minor >= 0),
     CONSTRAINT the_currency_is_three_letters CHECK (currency ~ '^[A-Z]{3}$'),
-    CONSTRAINT an_attempt_is_in_a_known_state CHECK (state IN ('open', 'paid', 'closed', 'late', 'refunded'))
+    CONSTRAINT an_attempt_is_in_a_known_state CHECK (state IN ('open', 'paid', 'counted', 'closed', 'late', 'refunded'))
 );
 
 CREATE INDEX payment_attempts_by_order ON payment_attempts (order_id);
@@ -87,7 +87,7 @@ CREATE TABLE received_payments (
     amount_minor  bigint NOT NULL,
     currency      text NOT NULL,
     received_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    -- The answer to the first report, which every later one gets as well.
+    -- The answer to each report. Late money that is not settled is judged again.
     outcome       text NOT NULL,
     reason        text,
     missing_minor bigint NOT NULL DEFAULT 0,
@@ -132,7 +132,10 @@ CREATE TABLE late_payments (
     CONSTRAINT the_reason_is_known
         CHECK (reason IN ('closed', 'cancelled', 'not_open', 'after_deadline', 'already_paid', 'surplus', 'part_payment',
                           'other_currency', 'other_order', 'unknown_order')),
+    -- reopened: it pays its order after all, or was reported for another order since.
     CONSTRAINT the_state_is_known CHECK (state IN ('open', 'refund_due', 'reopened')),
+    CONSTRAINT late_money_is_no_negative_amount CHECK (amount_minor >= 0),
+    CONSTRAINT the_currency_is_three_letters CHECK (currency ~ '^[A-Z]{3}$'),
     CONSTRAINT settled_money_says_when_and_by_whom
         CHECK ((state = 'open') = (settled_at IS NULL) AND (state = 'open') = (settled_by IS NULL))
 );

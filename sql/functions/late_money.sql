@@ -58,6 +58,8 @@ BEGIN
         FOR NO KEY UPDATE
     LOOP
         UPDATE received_payments p SET counted_minor = 0 WHERE p.provider = part.provider AND p.reference = part.reference;
+        UPDATE payment_attempts a SET state = 'late'
+        WHERE a.provider = part.provider AND a.reference = part.reference AND a.state = 'counted';
         PERFORM record_late_payment(part.order_id, part.provider, part.reference, part.counted_minor, part.currency,
                                     'part_payment');
         released := released + 1;

@@ -1,31 +1,70 @@
 -- Money that a provider says it has received: pays the order, or is written down as money that paid for nothing.
 --
 -- A payment callback calls payment_received in one statement (docs/PAYMENTS.md). These functions ask no provider and
--- refund nothing. Each is run once for a payment, however often and by however many sessions it is reported: the table
+-- refund nothing. A payment counts once, however often and by however many sessions it is reported: the table
 -- `received_payments` has one row for each (provider, reference).
 
--- A payment that was reported before: the answer of the first time.
+-- Refuses what no repetition makes valid. Not for callbacks.
+CREATE OR REPLACE FUNCTION require_payment(
+    order_id text, provider text, reference text, amount_minor bigint, currency text
+) RETURNS void LANGUAGE plpgsql IMMUTABLE AS $$
+DECLARE
+    what text := CASE
+        WHEN num_nulls(order_id, provider, reference, amount_minor, currency) > 0
+            THEN 'no argument may be NULL; report the order, the provider, the reference, the amount and the currency'
+        WHEN octet_length(order_id) NOT BETWEEN 1 AND 200 OR order_id ~ '[\x01-\x1f\x7f-\u009f]'
+            THEN format('the order id %L is not 1 to 200 bytes without control characters', left(order_id, 200))
+        WHEN provider !~ '^[a-z][a-z0-9_-]{0,39}$'
+            THEN format('the provider %L is not a letter and up to 39 of a-z, 0-9, _ and -; report its name in the settings',
+                        left(provider, 200))
+        WHEN octet_length(reference) NOT BETWEEN 1 AND 200 OR reference ~ '[\x01-\x1f\x7f-\u009f]'
+            THEN format('the reference %L is not 1 to 200 bytes without control characters', left(reference, 200))
+        WHEN currency !~ '^[A-Z]{3}$'
+            THEN format('the currency %L is not three letters; report its ISO 4217 code', left(currency, 200))
+        WHEN amount_minor < 0
+            THEN format('the amount %s is negative; report what was received, and give money back elsewhere', amount_minor)
+    END;
+BEGIN
+    IF what IS NOT NULL THEN
+        RAISE 'final: %', what USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+END $$;
+
+-- A payment that was reported before, locked, or NULL. The same reference with another amount is refused, and so is one that
+-- counts for another order or whose money is settled. Not for callbacks.
 CREATE OR REPLACE FUNCTION recorded_payment(
     order_id text, provider text, reference text, amount_minor bigint, currency text
-) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
-LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+) RETURNS received_payments LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     known received_payments;
 BEGIN
-    SELECT * INTO STRICT known FROM received_payments p
-    WHERE p.provider = recorded_payment.provider AND p.reference = recorded_payment.reference;
-    IF (known.order_id, known.amount_minor, known.currency)
-        IS DISTINCT FROM (recorded_payment.order_id, recorded_payment.amount_minor, recorded_payment.currency) THEN
-        RAISE 'payment % of % was recorded as % % for order %, and is now reported as % % for order %; give each payment a reference of its own',
+    SELECT * INTO known FROM received_payments p
+    WHERE p.provider = recorded_payment.provider AND p.reference = recorded_payment.reference
+    FOR NO KEY UPDATE;
+    IF (known.amount_minor, known.currency) IS DISTINCT FROM (recorded_payment.amount_minor, recorded_payment.currency)
+        OR known.order_id <> recorded_payment.order_id AND NOT is_open_late_money(known) THEN
+        RAISE 'final: payment % of % was recorded as % % for order %, and is now reported as % % for order %; give each payment a reference of its own',
             known.reference, known.provider, known.amount_minor, known.currency, known.order_id,
             recorded_payment.amount_minor, recorded_payment.currency, recorded_payment.order_id
             USING ERRCODE = 'unique_violation';
     END IF;
-    RETURN QUERY SELECT known.outcome, known.reason, known.missing_minor, known.surplus_minor, false;
+    RETURN known;
 END $$;
 
+-- Whether nothing of the payment counts and all of it is still to be settled: then it may be judged again.
+CREATE OR REPLACE FUNCTION is_open_late_money(payment received_payments) RETURNS boolean
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT payment.outcome = 'late' AND payment.counted_minor = 0 AND EXISTS (
+        SELECT FROM late_payments l
+        WHERE l.provider = payment.provider AND l.reference = payment.reference AND l.state = 'open'
+          AND l.amount_minor = payment.amount_minor)
+$$;
+
 -- A payment of an order in the default table `orders`.
+--
+--   order_id       a UUID in any spelling
+--   provider       its name in the settings, and currency: in small or capital letters
 --
 --   outcome        paid: this payment has paid the order, or completed it.
 --                  partial: recorded; the order is still open and lacks missing_minor.
@@ -37,6 +76,10 @@ END $$;
 --   surplus_minor  what was paid too much, which is in `late_payments` with the reason surplus; otherwise 0
 --   is_new         false: it was reported before, and this is the answer of that time
 --
+-- Late money that is not settled is judged again at each report: it pays an order that is open by then.
+--
+-- Errors that no repetition removes begin with `final:` and have the SQLSTATE 22023 or 23505. Nothing was recorded.
+--
 -- SECURITY DEFINER: a callback's role needs EXECUTE on this function and no right on a table.
 CREATE OR REPLACE FUNCTION payment_received(
     order_id text, provider text, reference text, amount_minor bigint, currency text
@@ -46,27 +89,32 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     target orders;
     attempt payment_attempts;
-    -- As the table prints it: the same order may be named in upper case.
-    id_text text := coalesce(default_order_key(payment_received.order_id)::text, payment_received.order_id);
+    known received_payments;
+    key uuid := default_order_key(payment_received.order_id);
+    -- As the table prints it.
+    id_text text := coalesce(key::text, payment_received.order_id);
+    payer text := canonical_provider(payment_received.provider);
+    money text := canonical_currency(payment_received.currency);
     verdict text;
     why text;
     counted bigint := 0;
     missing bigint;
 BEGIN
-    IF payment_received.amount_minor < 0 THEN
-        RAISE 'a payment of % % was reported; report what was received, and give money back elsewhere',
-            payment_received.amount_minor, payment_received.currency USING ERRCODE = 'invalid_parameter_value';
-    END IF;
+    PERFORM require_payment(id_text, payer, payment_received.reference, payment_received.amount_minor, money);
     -- The order's row first, as the close does: whatever decides is read behind this lock. It waits for a close that is
     -- being committed.
-    SELECT * INTO target FROM orders o WHERE o.id = default_order_key(payment_received.order_id) FOR NO KEY UPDATE;
-    SELECT * INTO attempt FROM payment_attempts a
-    WHERE a.provider = payment_received.provider AND a.reference = payment_received.reference;
+    SELECT * INTO target FROM orders o WHERE o.id = key FOR NO KEY UPDATE;
+    IF target.id IS NULL AND key IS NOT NULL THEN
+        -- It may be in a transaction that commits at this moment.
+        PERFORM pg_advisory_xact_lock('orders'::regclass::oid::integer, number_of_order(key));
+        SELECT * INTO target FROM orders o WHERE o.id = key FOR NO KEY UPDATE;
+    END IF;
+    SELECT * INTO attempt FROM payment_attempts a WHERE a.provider = payer AND a.reference = payment_received.reference;
 
     why := CASE
         WHEN target.id IS NULL THEN 'unknown_order'
         -- The shop itself has written for which order the customer was sent to the provider.
-        WHEN attempt.order_id <> id_text THEN 'other_order'
+        WHEN coalesce(default_order_key(attempt.order_id)::text, attempt.order_id) <> id_text THEN 'other_order'
         WHEN target.status = 'paid' THEN 'already_paid'
         WHEN target.status = 'closed' THEN 'closed'
         WHEN target.status::text = 'cancelled' THEN 'cancelled'
@@ -75,14 +123,14 @@ BEGIN
         WHEN target.status = 'unpaid' AND target.expires_at <= clock_timestamp()
             AND NOT coalesce((SELECT s.pay_after_deadline FROM order_timeout_settings s), true) THEN 'after_deadline'
         -- Amounts of two currencies are never added up, even if the order does not say its own.
-        WHEN target.currency <> payment_received.currency
+        WHEN target.currency <> money
             OR EXISTS (SELECT FROM received_payments p WHERE p.order_id = id_text AND p.counted_minor > 0
-                       AND p.currency <> payment_received.currency) THEN 'other_currency'
+                       AND p.currency <> money) THEN 'other_currency'
     END;
     -- NULL if it is not known what the order costs: then any payment pays it.
     missing := target.amount_minor - coalesce(target.received_minor, 0);
     IF why IS NULL AND payment_received.amount_minor = 0 AND coalesce(missing, 1) > 0 THEN
-        RAISE 'a payment of 0 was reported for order %, which costs more; report what was received', id_text
+        RAISE 'final: a payment of 0 was reported for order %, which is not free; report what was received', id_text
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     verdict := CASE
@@ -95,44 +143,49 @@ BEGIN
         counted := greatest(least(payment_received.amount_minor, missing), 0);
     END IF;
 
-    INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason, counted_minor,
-                          missing_minor, surplus_minor)
-    VALUES (payment_received.provider, payment_received.reference, id_text, payment_received.amount_minor,
-            payment_received.currency, verdict, why, counted,
-            CASE WHEN verdict = 'partial' THEN missing - counted ELSE 0 END,
-            CASE WHEN verdict = 'paid' THEN payment_received.amount_minor - counted ELSE 0 END)
+    INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
+    VALUES (payer, payment_received.reference, id_text, payment_received.amount_minor, money, 'late', 'unknown_order')
     -- Another session's insert of the same payment is waited for. If it is rolled back, this one counts.
     ON CONFLICT DO NOTHING;
     IF NOT FOUND THEN
-        RETURN QUERY SELECT * FROM recorded_payment(id_text, payment_received.provider, payment_received.reference,
-                                                    payment_received.amount_minor, payment_received.currency);
-        RETURN;
+        known := recorded_payment(id_text, payer, payment_received.reference, payment_received.amount_minor, money);
+        IF known.order_id = id_text AND (verdict = 'late' OR NOT is_open_late_money(known)) THEN
+            RETURN QUERY SELECT known.outcome, known.reason, known.missing_minor, known.surplus_minor, false;
+            RETURN;
+        END IF;
+        -- Judged again. What was announced of it stays in the table.
+        UPDATE late_payments l
+        SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'payment_received',
+            settled_why = 'judged again for order ' || id_text
+        WHERE l.provider = payer AND l.reference = payment_received.reference AND l.state = 'open';
     END IF;
+    UPDATE received_payments p
+    SET order_id = id_text, outcome = verdict, reason = why, counted_minor = counted,
+        missing_minor = CASE WHEN verdict = 'partial' THEN missing - counted ELSE 0 END,
+        surplus_minor = CASE WHEN verdict = 'paid' THEN payment_received.amount_minor - counted ELSE 0 END
+    WHERE p.provider = payer AND p.reference = payment_received.reference;
 
-    -- The money was taken: nothing is asked about this attempt any more if it pays for nothing. That of another order is
-    -- left alone, because only its provider knows what became of it.
-    UPDATE payment_attempts a SET state = CASE WHEN verdict = 'late' THEN 'late' ELSE 'paid' END
-    WHERE a.provider = payment_received.provider AND a.reference = payment_received.reference AND a.order_id = id_text;
+    -- The money was taken: nothing is asked about this attempt any more if it pays for nothing, or is a part that counts. That
+    -- of another order is left alone, because only its provider knows what became of it.
+    UPDATE payment_attempts a SET state = CASE verdict WHEN 'partial' THEN 'counted' ELSE verdict END
+    WHERE a.provider = payer AND a.reference = payment_received.reference AND a.order_id = id_text;
     IF verdict = 'late' THEN
-        PERFORM record_late_payment(id_text, payment_received.provider, payment_received.reference,
-                                    payment_received.amount_minor, payment_received.currency, why);
+        PERFORM record_late_payment(id_text, payer, payment_received.reference, payment_received.amount_minor, money, why);
     ELSE
-        PERFORM count_payment(target.id, counted, verdict = 'paid', payment_received.provider,
-                              payment_received.reference);
+        PERFORM count_payment(target.id, counted, verdict = 'paid', payer, payment_received.reference);
         IF payment_received.amount_minor > counted THEN
-            PERFORM record_late_payment(id_text, payment_received.provider, payment_received.reference,
-                                        payment_received.amount_minor - counted, payment_received.currency, 'surplus');
+            PERFORM record_late_payment(id_text, payer, payment_received.reference,
+                                        payment_received.amount_minor - counted, money, 'surplus');
         END IF;
     END IF;
     RETURN QUERY SELECT p.outcome, p.reason, p.missing_minor, p.surplus_minor, true FROM received_payments p
-    WHERE p.provider = payment_received.provider AND p.reference = payment_received.reference;
+    WHERE p.provider = payer AND p.reference = payment_received.reference;
 END $$;
 
 -- Counts money toward an open order whose row the caller has locked; if that pays the order, what it has reserved is
 -- consumed. Not for callbacks.
 CREATE OR REPLACE FUNCTION count_payment(order_id uuid, counted bigint, pays boolean, provider text, reference text)
-RETURNS void LANGUAGE plpgsql
-SET search_path FROM CURRENT AS $$
+RETURNS void LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
     UPDATE orders o
@@ -156,33 +209,49 @@ BEGIN
 END $$;
 
 -- A payment that did not pay an order of the shop's own table: the shop's own guarded update has found it closed. The
--- columns are those of payment_received; outcome is late, reason is not_open.
+-- columns and errors are those of payment_received; outcome is late, reason is not_open.
 CREATE OR REPLACE FUNCTION late_payment_received(
     order_id text, provider text, reference text, amount_minor bigint, currency text
 ) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
+DECLARE
+    payer text := canonical_provider(late_payment_received.provider);
+    money text := canonical_currency(late_payment_received.currency);
+    known received_payments;
 BEGIN
+    PERFORM require_payment(late_payment_received.order_id, payer, late_payment_received.reference,
+                            late_payment_received.amount_minor, money);
     INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
-    VALUES (late_payment_received.provider, late_payment_received.reference, late_payment_received.order_id,
-            late_payment_received.amount_minor, late_payment_received.currency, 'late', 'not_open')
+    VALUES (payer, late_payment_received.reference, late_payment_received.order_id, late_payment_received.amount_minor,
+            money, 'late', 'not_open')
     ON CONFLICT DO NOTHING;
     IF NOT FOUND THEN
-        RETURN QUERY SELECT * FROM recorded_payment(
-            late_payment_received.order_id, late_payment_received.provider, late_payment_received.reference,
-            late_payment_received.amount_minor, late_payment_received.currency);
-        RETURN;
+        known := recorded_payment(late_payment_received.order_id, payer, late_payment_received.reference,
+                                  late_payment_received.amount_minor, money);
+        IF known.order_id = late_payment_received.order_id THEN
+            RETURN QUERY SELECT known.outcome, known.reason, known.missing_minor, known.surplus_minor, false;
+            RETURN;
+        END IF;
+        -- It was reported for another order before.
+        UPDATE received_payments p SET order_id = late_payment_received.order_id
+        WHERE p.provider = payer AND p.reference = late_payment_received.reference;
+        UPDATE late_payments l
+        SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'late_payment_received',
+            settled_why = 'judged again for order ' || late_payment_received.order_id
+        WHERE l.provider = payer AND l.reference = late_payment_received.reference AND l.state = 'open';
     END IF;
     UPDATE payment_attempts a SET state = 'late'
-    WHERE a.provider = late_payment_received.provider AND a.reference = late_payment_received.reference;
-    PERFORM record_late_payment(
-        late_payment_received.order_id, late_payment_received.provider, late_payment_received.reference,
-        late_payment_received.amount_minor, late_payment_received.currency, 'not_open');
+    WHERE a.provider = payer AND a.reference = late_payment_received.reference;
+    PERFORM record_late_payment(late_payment_received.order_id, payer, late_payment_received.reference,
+                                late_payment_received.amount_minor, money, 'not_open');
     RETURN QUERY SELECT 'late', 'not_open', 0::bigint, 0::bigint, true;
 END $$;
 
 REVOKE ALL ON FUNCTION
+    require_payment(text, text, text, bigint, text),
     recorded_payment(text, text, text, bigint, text),
+    is_open_late_money(received_payments),
     payment_received(text, text, text, bigint, text),
     count_payment(uuid, bigint, boolean, text, text),
     late_payment_received(text, text, text, bigint, text)

@@ -40,6 +40,7 @@ const FUNCTIONS: &str = concat!(
     include_str!("../../sql/functions/consume_reserved.sql"),
     include_str!("../../sql/functions/payment_received.sql"),
     include_str!("../../sql/functions/settle_asked_order.sql"),
+    include_str!("../../sql/functions/paid_without_report.sql"),
 );
 
 /// Identifies connections that change the schema, which has no time limit.

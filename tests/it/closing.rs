@@ -309,6 +309,27 @@ fn part_of_total_never_pays_order() {
     });
 }
 
+/// The documented case: a part was paid and reported, and the attempt at the rest was abandoned.
+#[test]
+fn reported_part_is_late_after_the_close() {
+    TestEnv::builder().run(async move |env| {
+        let order = order_with_attempt(&env, "pi_1").await;
+        begin_attempt(&env, &order, "pi_2").await;
+        sqlx::raw_sql("UPDATE orders SET amount_minor = 5000, currency = 'EUR'").execute(&env.pool).await.unwrap();
+        let report = "SELECT payment_received($1, 'stripe', 'pi_1', 1999, 'EUR')";
+        sqlx::query(report).bind(order.id.to_string()).execute(&env.pool).await.unwrap();
+        let provider = Arc::new(Provider::default());
+        provider.always("pi_1", &paid());
+        provider.always("pi_2", &Answer::Closed);
+        let mut driver = Driver::start(&env, provider.clone()).await;
+        driver.deliver(&[order]).await;
+        run_to_end(&env, &mut driver).await;
+        assert_eq!(env.status(&order).await, "closed");
+        assert_eq!(env.count("SELECT amount_minor FROM late_payments WHERE reason = 'part_payment'").await, 1_999);
+        assert_eq!(env.count("SELECT count(*) FROM payment_attempts WHERE state IN ('open', 'paid')").await, 0);
+    });
+}
+
 #[test]
 fn parts_that_cover_total_pay_order() {
     TestEnv::builder().run(async move |env| {

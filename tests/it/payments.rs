@@ -187,15 +187,15 @@ fn changed_report_of_reference_is_refused() {
         let refuse = async |order: &Order, payment: Attempt, hint: &str| {
             let refused: PaymentError = payment_received(&env.pool, order.id.to_string(), &payment).await.unwrap_err();
             let said = with_causes(&refused);
-            assert!(said.contains(hint), "{said}");
+            assert!(said.contains(hint) && said.contains("final: ") && refused.is_final(), "{said}");
         };
         let _paid = report(&env.pool, orders[0].id, "pi_1", 500).await;
         refuse(&orders[0], payment("pi_1", 501, "EUR"), "was recorded as 500 EUR").await;
         refuse(&orders[0], payment("pi_1", 500, "USD"), "another amount or order").await;
         refuse(&orders[1], payment("pi_1", 500, "EUR"), "for order").await;
         refuse(&orders[1], payment("pi_2", -1, "EUR"), "report what was received").await;
-        refuse(&orders[1], payment("pi_2", 0, "EUR"), "which costs more").await;
-        refuse(&orders[1], payment("", 5, "EUR"), "the reference 1 to 200 bytes").await;
+        refuse(&orders[1], payment("pi_2", 0, "EUR"), "which is not free").await;
+        refuse(&orders[1], payment("", 5, "EUR"), "1 to 200 bytes").await;
         assert_eq!(env.count("SELECT count(*) FROM received_payments").await, 1);
         assert_eq!(env.status(&orders[1]).await, "unpaid");
         price(&env, 0).await;
@@ -692,4 +692,104 @@ async fn guide_rust(env: &TestEnv, order_id: Uuid) -> Result<(), Box<dyn std::er
         println!("to be given back: {reason}");
     }
     Ok(())
+}
+
+async fn outcome_of(env: &TestEnv, order_id: &str, provider: &str, reference: &str, currency: &str) -> (String, bool) {
+    sqlx::query_as("SELECT coalesce(reason, outcome), is_new FROM payment_received($1, $2, $3, 1000, $4)")
+        .bind(order_id)
+        .bind(provider)
+        .bind(reference)
+        .bind(currency)
+        .fetch_one(&env.pool)
+        .await
+        .unwrap()
+}
+
+#[test]
+fn every_spelling_pays_the_same_order() {
+    TestEnv::builder().run(async |env| {
+        let orders = env.orders(4, MINUTE).await;
+        price(&env, 1_000).await;
+        execute(&env, "INSERT INTO payment_attempts SELECT 'Stripe', 'pi_' || id, replace(id::text, '-', ''), 1000, 'eur' FROM orders")
+            .await;
+        assert_eq!(env.count("SELECT count(*) FROM payment_attempts a JOIN orders o ON o.id::text = a.order_id").await, 4);
+        let spellings: [fn(String) -> String; 4] = [
+            |id| id.replace('-', ""),
+            |id| format!("{{{id}}}"),
+            |id| format!(" urn:uuid:{id}\n"),
+            |id| id.to_uppercase(),
+        ];
+        for (order, spelled) in orders.iter().zip(spellings) {
+            let (id, reference) = (order.id.to_string(), format!("pi_{}", order.id));
+            let first = outcome_of(&env, &spelled(id.clone()), "STRIPE", &reference, "eur").await;
+            assert_eq!(first, ("paid".to_owned(), true), "{}", spelled(id.clone()));
+            assert_eq!(outcome_of(&env, &id, "stripe ", &reference, "Eur").await, ("paid".to_owned(), false));
+        }
+        assert_money_adds_up(&env).await;
+    });
+}
+
+#[test]
+fn money_reported_for_wrong_order_moves() {
+    TestEnv::builder().run(async |env| {
+        let order = env.order(MINUTE).await;
+        price(&env, 1_000).await;
+        let (right, wrong) = (order.id.to_string(), Uuid::now_v7().to_string());
+        assert_eq!(outcome_of(&env, &wrong, "stripe", "pi_1", "EUR").await, ("unknown_order".to_owned(), true));
+        assert_eq!(outcome_of(&env, &wrong, "stripe", "pi_1", "EUR").await, ("unknown_order".to_owned(), false));
+        assert_eq!(outcome_of(&env, &right, "stripe", "pi_1", "EUR").await, ("paid".to_owned(), true));
+        assert_eq!(env.status(&order).await, "paid");
+        assert_money_adds_up(&env).await;
+    });
+}
+
+#[test]
+fn money_before_its_order_pays_at_commit() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, "INSERT INTO stock VALUES ('early', 0, 2)").await;
+        let id = "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c";
+        assert_eq!(outcome_of(&env, id, "stripe", "pi_1", "EUR").await, ("unknown_order".to_owned(), true));
+        execute(
+            &env,
+            "BEGIN;
+             INSERT INTO orders (id, expires_at) VALUES ('01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c', now() + interval '1 min');
+             UPDATE orders SET amount_minor = 1000, currency = 'EUR';
+             INSERT INTO order_items SELECT id, 'early', 2 FROM orders;
+             COMMIT",
+        )
+        .await;
+        assert_eq!(env.count("SELECT received_minor FROM orders WHERE status = 'paid'").await, 1_000);
+        assert_eq!(env.count("SELECT reserved FROM stock WHERE article_id = 'early'").await, 0);
+        assert_eq!(events(&env, "order.paid_late_settled").await.len(), 1);
+        assert_eq!(outcome_of(&env, id, "stripe", "pi_1", "EUR").await, ("paid".to_owned(), false));
+    });
+}
+
+#[test]
+fn price_lowered_to_what_was_received_pays() {
+    TestEnv::builder().run(async |env| {
+        let order = env.order(MINUTE).await;
+        price(&env, 1_999).await;
+        assert_eq!(outcome_of(&env, &order.id.to_string(), "stripe", "pi_1", "EUR").await.0, "partial");
+        price(&env, 2_500).await;
+        assert_eq!(env.status(&order).await, "unpaid");
+        price(&env, 900).await;
+        assert_eq!(env.status(&order).await, "paid");
+        assert_eq!(env.count("SELECT amount_minor FROM late_payments WHERE reason = 'surplus'").await, 100);
+        assert_money_adds_up(&env).await;
+    });
+}
+
+#[test]
+fn order_refuses_what_no_payment_can_match() {
+    TestEnv::builder().run(async |env| {
+        let _order = env.order(MINUTE).await;
+        for (change, constraint) in [
+            ("UPDATE orders SET currency = 'eur'", "the_currency_is_three_letters"),
+            ("UPDATE orders SET amount_minor = -1", "an_order_costs_no_negative_amount"),
+        ] {
+            let refused = sqlx::raw_sql(change).execute(&env.pool).await.unwrap_err().to_string();
+            assert!(refused.contains(constraint), "{refused}");
+        }
+    });
 }

@@ -94,11 +94,24 @@ impl fmt::Display for LateReason {
     }
 }
 
-/// Why a payment is not known to be recorded. Roll the transaction back and report the payment again: that is always
-/// safe. The cause is in `source()`.
+/// Why a payment is not known to be recorded. Roll the transaction back. Report the payment again, which is always safe,
+/// unless [`Self::is_final`]. The cause is in `source()`.
 #[derive(Debug, thiserror::Error)]
 #[error("the payment is not known to be recorded{}", hint(.0))]
 pub struct PaymentError(#[from] sqlx::Error);
+
+/// invalid_parameter_value and unique_violation: what was reported can never be recorded.
+const FINAL: [&str; 2] = ["22023", "23505"];
+
+impl PaymentError {
+    /// Whether no repetition can succeed, because of what was reported (SQLSTATE 22023 or 23505). Show it to an operator, and
+    /// answer the provider that its report has arrived.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        let code = self.0.as_database_error().and_then(sqlx::error::DatabaseError::code);
+        code.is_some_and(|code| FINAL.contains(&code.as_ref()))
+    }
+}
 
 fn hint(error: &sqlx::Error) -> &'static str {
     let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
@@ -114,11 +127,9 @@ fn hint(error: &sqlx::Error) -> &'static str {
         // undefined_function
         Some("42883") => "; run `order-timeout setup`, and put its schema on the search_path",
         // unique_violation
-        Some("23505") => "; this reference was reported before with another amount or order",
-        // check_violation
-        Some("23514") => "; the provider is a short lower-case name, the reference 1 to 200 bytes",
+        Some("23505") => ", and cannot be; this reference was reported before with another amount or order",
         // invalid_parameter_value
-        Some("22023") => "; report what was received",
+        Some("22023") => ", and cannot be; report what was received",
         _ => "; report it again",
     }
 }
@@ -148,7 +159,7 @@ fn hint(error: &sqlx::Error) -> &'static str {
 /// ```
 ///
 /// # Errors
-/// [`PaymentError`]; report the payment again.
+/// [`PaymentError`]; report the payment again unless [`PaymentError::is_final`].
 pub async fn payment_received(
     executor: impl PgExecutor<'_>,
     order_id: impl AsRef<str>,
