@@ -32,7 +32,9 @@ decided AS MATERIALIZED (
 closed AS (
     UPDATE public.purchases p
     SET state = 'expired', expired_at = clock_timestamp()
-    WHERE p.id = ANY (ARRAY(SELECT d.id FROM decided d WHERE d.state = 'open' AND d.pay_until <= clock_timestamp()))
+    WHERE p.id = ANY (ARRAY(SELECT d.id FROM decided d WHERE d.state = 'open' AND d.pay_until <= clock_timestamp()
+                            -- No message can carry an earlier one, such as -infinity for a time that is not set.
+                            AND d.pay_until >= '0001-01-01 00:00:00+00'))
       AND p.state = 'open'
     RETURNING p.id, p.pay_until, p.expired_at
 ),

@@ -302,6 +302,7 @@ pub(super) fn log_results(batch: &Batch, answer: &BatchResult, now: Timestamp) {
 struct ResultRow {
     order_id: String,
     word: Option<String>,
+    /// `None` also for one with which an order is never due, such as `-infinity`.
     deadline: Option<Deadline>,
 }
 
@@ -310,7 +311,7 @@ fn read_row(row: &PgRow) -> Result<ResultRow, sqlx::Error> {
     Ok(ResultRow {
         order_id: row.try_get("order_id")?,
         word: row.try_get("outcome")?,
-        deadline: deadline.map(|Timestamptz(moment)| moment),
+        deadline: deadline.map(|Timestamptz(moment)| moment).filter(|moment| moment.can_be_due()),
     })
 }
 

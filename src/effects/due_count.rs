@@ -75,8 +75,8 @@ pub(crate) async fn count_due(
         let rows = database.run(async |on| page.fetch_all(on).await).await?;
         let is_last = i64::try_from(rows.len()).is_ok_and(|found| found < PAGE);
         for row in &rows {
-            let place = read_row(row)?;
-            *by_minute.entry(minute_of(place.deadline)).or_default() += 1;
+            let (place, order) = read_row(row)?;
+            *by_minute.entry(minute_of(place.deadline)).or_default() += u64::from(order.is_some());
             after = place;
         }
         if is_last {

@@ -68,8 +68,9 @@ impl Sweeper {
             .bind(after_id)
             .bind(i64::try_from(page.limit).unwrap_or(i64::MAX));
         let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
-        let mut places = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
-        let orders: Vec<Overdue> = places.iter().filter_map(usable).collect();
+        let read = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
+        let (mut places, orders): (Vec<_>, Vec<_>) = read.into_iter().unzip();
+        let orders: Vec<Overdue> = orders.into_iter().flatten().collect();
         self.warn_once(places.len() - orders.len());
         let next = if places.len() < page.limit { None } else { places.pop() };
         Ok(SweptPage { orders, next })
@@ -80,32 +81,27 @@ impl Sweeper {
         if unusable > 0 && !self.warned.swap(true, Ordering::Relaxed) {
             warn!(
                 unusable,
-                "overdue orders have ids that cannot be used and are never closed; an order id has 1 to 200 characters, none of them a control character"
+                "overdue orders have ids or deadlines that cannot be used, and are never closed: an id has 1 to 200 bytes of UTF-8 without control characters, a deadline is of the years 1 to 9999; correct their rows"
             );
         }
     }
 }
 
-/// A row by the names of its columns, which may be in any order.
-pub(crate) fn read_row(row: &PgRow) -> Result<SweepPlace, sqlx::Error> {
-    let id: String = row.try_get("order_id")?;
-    match row.try_get("deadline")? {
-        Some(Timestamptz(deadline)) => Ok(SweepPlace { deadline, id }),
-        None => Err(sqlx::Error::Decode(
-            format!(
-                "orders.overdue_sql returns order {id:?} without a deadline; such an order is never due, leave it out"
-            )
-            .into(),
-        )),
+/// A row by the names of its columns, which may be in any order: its place, and the order if its id and deadline can be used.
+/// No other id may leave, in whichever message.
+pub(crate) fn read_row(row: &PgRow) -> Result<(SweepPlace, Option<Overdue>), sqlx::Error> {
+    // A database without an encoding has any bytes.
+    let id = row.try_get_raw("order_id")?.as_bytes().map_err(sqlx::Error::Decode)?;
+    let text = String::from_utf8_lossy(id).into_owned();
+    let Some(Timestamptz(deadline)) = row.try_get("deadline")? else {
+        let why = format!(
+            "orders.overdue_sql returns order {text:?} without a deadline; such an order is never due, leave it out"
+        );
+        return Err(sqlx::Error::Decode(why.into()));
+    };
+    let order_id = std::str::from_utf8(id).ok().and_then(|id| OrderId::new(id).ok()).filter(|_| deadline.can_be_due());
+    if order_id.is_none() {
+        debug!(id = text, "an overdue order is skipped: its id or its deadline cannot be used");
     }
-}
-
-fn usable(place: &SweepPlace) -> Option<Overdue> {
-    match OrderId::new(&place.id) {
-        Ok(order_id) => Some(Overdue { order_id, deadline: place.deadline }),
-        Err(fault) => {
-            debug!(%fault, "an overdue order is skipped: its id cannot be used");
-            None
-        }
-    }
+    Ok((SweepPlace { deadline, id: text }, order_id.map(|order_id| Overdue { order_id, deadline })))
 }

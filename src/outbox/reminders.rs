@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::write_rfc3339;
-use order_timeout_core::order::SweepPlace;
+use order_timeout_core::order::{Overdue, SweepPlace};
 use sqlx::{PgConnection, SqlStr};
 
 use crate::effects::sweep::read_row;
@@ -94,12 +94,14 @@ impl Reminders {
             .fetch_all(&mut *transaction)
             .await?;
         let found = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
+        let (found, expiring): (Vec<SweepPlace>, Vec<Option<Overdue>>) = found.into_iter().unzip();
+        let expiring: Vec<Overdue> = expiring.into_iter().flatten().collect();
         // A statement that ignores where the page begins would be announced again and again.
         if found.iter().any(|place| place.deadline < reached) {
             let why = "the overdue statement returns orders before ($2, $3), so their reminders would be repeated; compare with them as sql/overdue.sql does";
             return Err(sqlx::Error::Protocol(why.into()));
         }
-        self.write_events(&mut transaction, &found, before).await?;
+        self.write_events(&mut transaction, &expiring, before).await?;
         let (last, last_id) = match found.last() {
             // Whatever appears before the horizon from now on has missed its moment.
             None => (horizon, ""),
@@ -115,14 +117,14 @@ impl Reminders {
     async fn write_events(
         &self,
         connection: &mut PgConnection,
-        found: &[SweepPlace],
+        expiring: &[Overdue],
         before: Duration,
     ) -> Result<(), sqlx::Error> {
-        if found.is_empty() {
+        if expiring.is_empty() {
             return Ok(());
         }
         let (ids, deadlines): (Vec<&str>, Vec<String>) =
-            found.iter().map(|place| (place.id.as_str(), write_rfc3339(place.deadline))).unzip();
+            expiring.iter().map(|order| (order.order_id.as_str(), write_rfc3339(order.deadline))).unzip();
         let (routing_key, event_type) = EXPIRING;
         sqlx::query(ANNOUNCE)
             .bind(routing_key)

@@ -302,14 +302,19 @@ impl<'r> sqlx::Decode<'r, Postgres> for Timestamptz {
     fn decode(value: PgValueRef<'r>) -> Result<Self, sqlx::error::BoxDynError> {
         // In the binary format of every prepared statement: microseconds since the epoch, big-endian.
         let micros = i64::from_be_bytes(value.as_bytes()?.try_into()?);
-        Ok(Self(Timestamp::from_unix_micros(micros.saturating_add(POSTGRES_EPOCH.unix_micros()))))
+        // The minimum stays what it is: -infinity. The maximum, infinity, saturates.
+        let since_epoch = if micros == i64::MIN { micros } else { micros.saturating_add(POSTGRES_EPOCH.unix_micros()) };
+        Ok(Self(Timestamp::from_unix_micros(since_epoch)))
     }
 }
 
 impl<'q> sqlx::Encode<'q, Postgres> for Timestamptz {
     fn encode_by_ref(&self, buffer: &mut PgArgumentBuffer) -> Result<IsNull, sqlx::error::BoxDynError> {
         // The minimum is Postgres' -infinity, the maximum its infinity.
-        let micros = self.0.unix_micros().saturating_sub(POSTGRES_EPOCH.unix_micros());
+        let micros = match self.0.unix_micros() {
+            i64::MAX => i64::MAX,
+            micros => micros.saturating_sub(POSTGRES_EPOCH.unix_micros()),
+        };
         buffer.extend_from_slice(&micros.to_be_bytes());
         Ok(IsNull::No)
     }

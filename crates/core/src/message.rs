@@ -236,18 +236,45 @@ pub fn read_rfc3339(text: &str) -> Option<Timestamp> {
     i64::try_from(micros).ok().map(Timestamp::from_unix_micros)
 }
 
-/// Writes a time as RFC 3339 in UTC, with milliseconds, or microseconds if it has them.
+/// Writes a time as RFC 3339 in UTC, with milliseconds, or microseconds if it has them. A time for which RFC 3339 has no form
+/// is written as Postgres prints it.
 #[must_use]
 pub fn write_rfc3339(moment: Timestamp) -> String {
     let nanos = i128::from(moment.unix_micros()) * 1_000;
-    let Ok(time) = OffsetDateTime::from_unix_timestamp_nanos(nanos) else {
-        // RFC 3339 has no form for years beyond 9999; the number is still exact.
-        return format!("{}us", moment.unix_micros());
+    let time = OffsetDateTime::from_unix_timestamp_nanos(nanos).ok();
+    let Some(time) = time.filter(|_| WRITABLE.contains(&i128::from(moment.unix_micros()))) else {
+        return write_as_postgres(moment);
     };
     let millis = format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
     let micros = format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:6]Z");
     let written = if moment.unix_micros() % 1_000 == 0 { time.format(millis) } else { time.format(micros) };
     written.expect("these components exist in every date")
+}
+
+/// A time before the year 0 or after 9999: with its era, or as `infinity`.
+fn write_as_postgres(moment: Timestamp) -> String {
+    const DAY_MICROS: i64 = 86_400_000_000;
+    match moment.unix_micros() {
+        i64::MIN => return "-infinity".to_owned(),
+        i64::MAX => return "infinity".to_owned(),
+        _ => {}
+    }
+    let (days, micros) = (moment.unix_micros().div_euclid(DAY_MICROS), moment.unix_micros().rem_euclid(DAY_MICROS));
+    // The proleptic Gregorian calendar in eras of 400 years that begin on 1 March (Howard Hinnant, "chrono-Compatible
+    // Low-Level Date Algorithms", civil_from_days).
+    let (era, day_of_era) = ((days + 719_468).div_euclid(146_097), (days + 719_468).rem_euclid(146_097));
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let (year, era) = if year > 0 { (year, "") } else { (1 - year, " BC") };
+    let (seconds, fraction) = (micros / 1_000_000, micros % 1_000_000);
+    let fraction =
+        if fraction == 0 { String::new() } else { format!(".{fraction:06}").trim_end_matches('0').to_owned() };
+    let (hour, minute, second) = (seconds / 3_600, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}{fraction}+00{era}")
 }
 
 mod rfc3339_time {
@@ -381,6 +408,21 @@ mod tests {
             let moment = read_rfc3339(first).unwrap();
             assert_eq!(read_rfc3339(&write_rfc3339(moment)), Some(moment));
             assert_eq!(read_rfc3339(beyond), None, "{beyond}");
+        }
+    }
+
+    #[test]
+    fn other_times_are_written_as_postgres_does() {
+        for (micros, written) in [
+            (i64::MIN, "-infinity"),
+            (i64::MAX, "infinity"),
+            (253_402_300_800_000_000, "10000-01-01 00:00:00+00"),
+            (-63_549_360_000_000_000, "0045-03-15 00:00:00+00 BC"),
+            (-63_549_360_000_000_000 + 43_200_500_000, "0045-03-15 12:00:00.5+00 BC"),
+            (-210_866_803_200_000_000, "4714-11-24 00:00:00+00 BC"),
+            (9_223_371_331_200_000_000 - 1, "294247-01-01 23:59:59.999999+00"),
+        ] {
+            assert_eq!(write_rfc3339(Timestamp::from_unix_micros(micros)), written);
         }
     }
 

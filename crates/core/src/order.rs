@@ -116,6 +116,15 @@ impl Timestamp {
         self.0
     }
 
+    /// Whether it can be a deadline: from the year 1 to 9999, as messages have times. An order with another one, such as
+    /// `-infinity` where an unset time is written so, is never due.
+    #[must_use]
+    pub const fn can_be_due(self) -> bool {
+        const FIRST: i64 = -62_135_596_800_000_000;
+        const LAST: i64 = 253_402_300_799_999_999;
+        FIRST <= self.0 && self.0 <= LAST
+    }
+
     /// Rounded up to the microsecond; saturates.
     fn from_unix_nanos(nanos: i128) -> Self {
         let micros = nanos.div_euclid(1_000) + i128::from(nanos.rem_euclid(1_000) != 0);
