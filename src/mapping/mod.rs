@@ -15,7 +15,13 @@ use order_timeout_core::kind::Kind;
 
 use crate::config::kinds::TableSettings;
 
-pub use render::{Rendered, render};
+pub use render::{Questions, Rendered, render};
+
+/// The first moment that a deadline can be. An earlier one, such as `-infinity` where an unset time is written so, is never
+/// due: no message can carry it.
+pub const FIRST_DEADLINE: &str = "'0001-01-01 00:00:00+00'::timestamptz";
+/// The first moment that it cannot be.
+pub const AFTER_LAST_DEADLINE: &str = "'10000-01-01 00:00:00+00'::timestamptz";
 
 /// What a relation is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +32,10 @@ pub enum RelationKind {
     PartitionedTable,
     /// A view, which cannot be locked.
     View,
+    /// A copy that no UPDATE changes.
+    MaterializedView,
+    /// A table in another database.
+    ForeignTable,
     /// Anything else.
     Other,
 }
@@ -49,6 +59,34 @@ impl Relation {
     pub fn qualified(&self) -> String {
         format!("{}.{}", quote::name(&self.schema), quote::name(&self.name))
     }
+
+    /// Why a close cannot lock its rows, and what to do; `None` if it can.
+    #[must_use]
+    pub fn why_not_lockable(&self) -> Option<String> {
+        let why = match self.kind {
+            RelationKind::Table | RelationKind::PartitionedTable => return None,
+            RelationKind::View => {
+                "a view, whose rows cannot be locked; name the table behind it, add a kind for each of several tables, or write statements of your own (docs/OWN-SQL.md)"
+            }
+            RelationKind::MaterializedView => {
+                "a materialized view, a copy that no close can change; name the table that it is made from"
+            }
+            RelationKind::ForeignTable => {
+                "a foreign table, whose rows only its own database can lock; run the worker on that database"
+            }
+            RelationKind::Other => "no table; name the table itself",
+        };
+        Some(format!("{} is {why}", self.qualified()))
+    }
+
+    /// The statement that creates an index on this table. A partitioned table takes none with CONCURRENTLY.
+    #[must_use]
+    pub fn create_index(&self, is_unique: bool, columns: &str, condition: Option<&str>) -> String {
+        let unique = if is_unique { "UNIQUE " } else { "" };
+        let concurrently = if self.kind == RelationKind::PartitionedTable { "" } else { "CONCURRENTLY " };
+        let condition = condition.map_or_else(String::new, |condition| format!(" WHERE {condition}"));
+        format!("CREATE {unique}INDEX {concurrently}ON {} ({columns}){condition}", self.qualified())
+    }
 }
 
 /// A column's type.
@@ -56,7 +94,7 @@ impl Relation {
 pub struct ColumnType {
     /// The name in `pg_type`, of the base type for a domain: `int8`.
     pub base: String,
-    /// The name as SQL casts to it: `bigint`.
+    /// The name as SQL casts to it, with its length or precision: `bigint`, `character(12)`.
     pub sql: String,
 }
 

@@ -1,11 +1,13 @@
-//! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`.
+//! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`; and what operators
+//! ask about it.
 //!
 //! Pure. The statements take the same care as `sql/close.sql`, `sql/overdue.sql` and `sql/deadline.sql`, which explain
 //! each step. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
 
 use super::quote::{literal, name};
 use super::{
-    ColumnType, Facts, KindWords, MappingError, Relation, RelationKind, TableSettings, deadline_column, ids, predicate,
+    AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, TableSettings,
+    deadline_column, ids, predicate,
 };
 
 /// The statements for a mapped table.
@@ -19,6 +21,22 @@ pub struct Rendered {
     pub deadline: Option<String>,
     /// The statement that creates the index for `overdue`.
     pub index: String,
+    /// What operators ask.
+    pub questions: Questions,
+}
+
+/// Statements that tell operators about the orders of a mapped table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Questions {
+    /// One order: its status and deadline. `$1` text: its id.
+    pub row: String,
+    /// The same, of an order whose row no other session holds.
+    pub free_row: String,
+    /// How many orders are open and not paid.
+    pub unpaid: String,
+    /// How many of them have a deadline that no order can have, one of these deadlines as Postgres prints it, and how many have
+    /// an id that no message can carry.
+    pub unusable: String,
 }
 
 /// Renders the statements.
@@ -27,8 +45,18 @@ pub struct Rendered {
 /// [`MappingError`] names the setting that does not fit the table.
 pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
     let parts = Parts::new(words, table, facts)?;
-    Ok(Rendered { close: parts.close()?, overdue: parts.overdue(), deadline: parts.deadline(), index: parts.index() })
+    let questions = Questions {
+        row: parts.row(""),
+        free_row: parts.row("\n    FOR NO KEY UPDATE SKIP LOCKED"),
+        unpaid: parts.unpaid(),
+        unusable: parts.unusable(),
+    };
+    let (close, overdue, deadline, index) = (parts.close()?, parts.overdue(), parts.deadline(), parts.index());
+    Ok(Rendered { close, overdue, deadline, index, questions })
 }
+
+/// The types of times without a zone, by their names in `pg_type`.
+const ZONELESS: [&str; 3] = ["timestamp", "date", "time"];
 
 /// Part of the error with which the close refuses to leave an order open.
 pub const LEAVES_OPEN: &str = "leaves the order open";
@@ -46,8 +74,8 @@ struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     fn new(words: &'a KindWords, table: &'a TableSettings, facts: &'a Facts) -> Result<Self, MappingError> {
-        if !is_table(&facts.orders) {
-            return Err(MappingError::new("table", "is no table, so its rows cannot be locked; name the table itself"));
+        if let Some(why) = facts.orders.why_not_lockable() {
+            return Err(MappingError::new("table", why));
         }
         let id = table.id.0.iter().map(|column| id_column(&facts.orders, column)).collect::<Result<Vec<_>, _>>()?;
         Ok(Self { words, table, facts, id, deadline: deadline(table, facts)? })
@@ -108,6 +136,12 @@ impl<'a> Parts<'a> {
         nulls.join(" OR ")
     }
 
+    /// The deadline; NULL, which is never due, where it is one that no message can carry.
+    fn usable_deadline(&self) -> String {
+        let deadline = &self.deadline;
+        format!("CASE WHEN {deadline} >= {FIRST_DEADLINE} AND {deadline} < {AFTER_LAST_DEADLINE} THEN {deadline} END")
+    }
+
     fn zone(&self) -> Option<String> {
         self.table.time_zone.as_deref().map(literal)
     }
@@ -146,7 +180,7 @@ impl<'a> Parts<'a> {
                 &format!(
                     "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid\n    FROM ot_locked AS {alias}",
                     self.id_as_keys(&alias),
-                    self.deadline,
+                    self.usable_deadline(),
                     ended(&self.table.open),
                     ended(&self.table.paid)
                 ),
@@ -227,11 +261,8 @@ impl<'a> Parts<'a> {
     fn stock_to_lock(&self, index: usize) -> Result<Vec<String>, MappingError> {
         let (settings, (items, stock)) = (&self.table.give_back[index], &self.facts.give_back[index]);
         let (number, key) = (index + 1, |setting: &str| format!("give_back[{index}].{setting}"));
-        if !is_table(stock) {
-            return Err(MappingError::new(
-                key("stock"),
-                "is no table, so its rows cannot be locked; name the table itself",
-            ));
+        if let Some(why) = stock.why_not_lockable() {
+            return Err(MappingError::new(key("stock"), why));
         }
         let alias = name(&items.name);
         let of = |relation: &Relation, columns: &[String], setting: &str, alias: &str| {
@@ -306,19 +337,22 @@ impl<'a> Parts<'a> {
     /// The moment of the close, as this column has times.
     fn now(&self, column: &str, kind: &ColumnType) -> Result<String, MappingError> {
         const NOW: &str = "(SELECT m.now FROM ot_moment m)";
-        match (kind.base.as_str(), self.zone()) {
-            ("timestamptz", _) => Ok(NOW.to_owned()),
-            ("timestamp", Some(zone)) => Ok(format!("({NOW} AT TIME ZONE {zone})")),
-            ("timestamp", None) => Err(MappingError::new(
+        if kind.base == "timestamptz" {
+            return Ok(NOW.to_owned());
+        }
+        if !ZONELESS.contains(&kind.base.as_str()) {
+            let why = format!(
+                "is {}, which \"now\" cannot be written to; name a column of type timestamptz, timestamp, date or time, or let a trigger of the table set this one",
+                kind.sql
+            );
+            return Err(MappingError::new(format!("close.{column}"), why));
+        }
+        match self.zone() {
+            Some(zone) => Ok(format!("({NOW} AT TIME ZONE {zone})::{}", kind.base)),
+            None => Err(MappingError::new(
                 "time_zone",
                 format!(
-                    "is not given, but {column} is a timestamp without time zone; name the zone in which the shop writes it, such as \"Asia/Shanghai\""
-                ),
-            )),
-            _ => Err(MappingError::new(
-                format!("close.{column}"),
-                format!(
-                    "is {}, which cannot hold a moment; name a column of type timestamptz or timestamp, or set this one in a statement of [[kinds.NAME.table.also]]",
+                    "is not given, but {column} is {}, without time zone; name the zone in which the shop writes it, such as \"Asia/Shanghai\"",
                     kind.sql
                 ),
             )),
@@ -387,7 +421,7 @@ impl<'a> Parts<'a> {
             values.iter().map(|value| format!("(SELECT {value} FROM ot_after a)")).collect()
         };
         format!(
-            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH ot_after AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n)\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND ({deadline}, {ids}) >= ($2::timestamptz, {first})\n  AND ($3::text = '' OR ({deadline}, {ids}) > ($2::timestamptz, {after}))\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH ot_after AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n)\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND ({deadline}, {ids}) >= ($2::timestamptz, {first})\n  AND ($3::text = '' OR ({deadline}, {ids}) > ($2::timestamptz, {after}))\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
             kind = self.words.kind,
             orders = self.orders(),
             parsed = as_numbered(&self.parsed(self.part_text()), "k"),
@@ -401,9 +435,40 @@ impl<'a> Parts<'a> {
         )
     }
 
+    /// A text that is no id of this table has the status `malformed`.
+    fn row(&self, lock: &str) -> String {
+        let (orders, alias) = (self.orders(), self.alias());
+        format!(
+            "WITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_row AS MATERIALIZED (\n    SELECT CASE WHEN {paid} THEN 'paid' WHEN {open} THEN 'unpaid' ELSE 'closed' END AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
+            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
+            parts = self.with_parts("SELECT $1::text AS text_id"),
+            paid = format_args!("({})", ended(&self.table.paid)),
+            open = format_args!("({})", ended(&self.table.open)),
+            deadline = self.deadline,
+            asked = among(&self.id_columns(&alias), "ot_asked", "k"),
+            malformed = self.is_malformed(),
+        )
+    }
+
+    fn unpaid(&self) -> String {
+        format!("SELECT count(*) FROM {} AS {} WHERE {}", self.orders(), self.alias(), self.is_unpaid())
+    }
+
+    fn unusable(&self) -> String {
+        let (orders, alias, deadline, is_unpaid) = (self.orders(), self.alias(), &self.deadline, self.is_unpaid());
+        let id = ids::print(&self.id_columns(&alias));
+        format!(
+            "SELECT count(*) FILTER (WHERE f.is_never), min(f.deadline::text) FILTER (WHERE f.is_never),\n       count(*) FILTER (WHERE octet_length(f.id) NOT BETWEEN 1 AND 200 OR f.id ~ '[\\x01-\\x1f\\x7f-\\u009f]')\nFROM (\n    SELECT {id} AS id, {deadline} AS deadline, {deadline} < {FIRST_DEADLINE} OR {deadline} >= {AFTER_LAST_DEADLINE} AS is_never\n    FROM {orders} AS {alias} WHERE {is_unpaid}\n) f"
+        )
+    }
+
+    fn is_unpaid(&self) -> String {
+        format!("({}) AND ({}) IS NOT TRUE", ended(&self.table.open), ended(&self.table.paid))
+    }
+
     /// On what `overdue` sorts by, for the orders that it returns.
     fn index(&self) -> String {
-        let (orders, alias) = (self.orders(), self.alias());
+        let alias = self.alias();
         let deadline = match deadline_column(self.table, &self.facts.orders) {
             Some(column) if self.facts.deadline_type == "TIMESTAMPTZ" => format!("{alias}.{}", name(column)),
             // In brackets already, as an index needs an expression.
@@ -411,7 +476,7 @@ impl<'a> Parts<'a> {
         };
         let columns = [vec![deadline], self.id_columns(&alias)].concat().join(", ");
         let columns = columns.replace(&format!("{alias}."), "");
-        format!("CREATE INDEX CONCURRENTLY ON {orders} ({columns}) WHERE {}", one_line(&self.table.open))
+        self.facts.orders.create_index(false, &columns, Some(&one_line(&self.table.open)))
     }
 
     fn deadline(&self) -> Option<String> {
@@ -423,24 +488,21 @@ impl<'a> Parts<'a> {
             _ => "$2::timestamptz".to_owned(),
         };
         Some(format!(
-            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           coalesce(({open}), false) AS is_open,\n           coalesce(({paid}), false) AS is_paid\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open AND NOT d.is_paid\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {deadline} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT CASE WHEN d.is_paid THEN 'paid' WHEN d.is_open THEN 'unpaid' ELSE 'closed' END AS status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
+            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           coalesce(({open}), false) AS is_open,\n           coalesce(({paid}), false) AS is_paid\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open AND NOT d.is_paid\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {moved} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT CASE WHEN d.is_paid THEN 'paid' WHEN d.is_open THEN 'unpaid' ELSE 'closed' END AS status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
             parsed = as_numbered(&self.parsed(self.part_text()), "k"),
             parts = self.with_parts("SELECT $1::text AS text_id"),
             asked = among(&self.id_columns("o"), "ot_asked", "k"),
             keys = self.id_as_keys(&alias),
-            deadline = self.deadline,
+            deadline = self.usable_deadline(),
             open = ended(&self.table.open),
             paid = ended(&self.table.paid),
             open_keys = self.keys("d.k"),
             is_open = among(&self.id_columns(&alias), "ot_open", "k"),
             printed = ids::print(&numbered("d.k", self.id.len())),
             column = name(column),
+            moved = self.deadline,
         ))
     }
-}
-
-fn is_table(relation: &Relation) -> bool {
-    matches!(relation.kind, RelationKind::Table | RelationKind::PartitionedTable)
 }
 
 /// The column's type.
@@ -478,7 +540,7 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
         None => format!("({})", ended(&table.deadline)),
     };
     let uses_zone = table.close.iter().any(|(column, value)| {
-        value == "now" && facts.orders.columns.get(column).is_some_and(|kind| kind.base == "timestamp")
+        value == "now" && facts.orders.columns.get(column).is_some_and(|kind| ZONELESS.contains(&kind.base.as_str()))
     });
     match (facts.deadline_type.as_str(), &table.time_zone) {
         ("TIMESTAMPTZ", Some(_)) if !uses_zone => Err(MappingError::new(

@@ -23,7 +23,7 @@ const PAGE: usize = 10_000;
 /// Counting ends here: a larger number says nothing more.
 const COUNTED: usize = 1_000_000;
 
-/// The orders that have been overdue for more than a minute.
+/// The orders that are overdue, for more than a minute where a worker's start depends on them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Backlog {
     /// How many; `COUNTED` if there may be more.
@@ -39,9 +39,17 @@ pub struct Backlog {
 /// # Errors
 /// [`DatabaseError`] if the overdue statement fails.
 pub async fn count(sweeper: &Sweeper) -> Result<Backlog, DatabaseError> {
+    count_overdue_for(sweeper, OLDER_THAN).await
+}
+
+/// Counts the orders that have been overdue for this long.
+///
+/// # Errors
+/// [`DatabaseError`] if the overdue statement fails.
+pub async fn count_overdue_for(sweeper: &Sweeper, for_longer_than: Duration) -> Result<Backlog, DatabaseError> {
     let (mut overdue, mut oldest, mut after): (usize, Option<Deadline>, _) = (0, None, None);
     loop {
-        let page = SweepPage { reach: SweepReach::Overdue(OLDER_THAN), after, limit: PAGE };
+        let page = SweepPage { reach: SweepReach::Overdue(for_longer_than), after, limit: PAGE };
         let page = sweeper.overdue(&page).await;
         let page =
             page.map_err(|error| DatabaseError(format!("overdue orders cannot be counted: {}", one_line(&error))))?;

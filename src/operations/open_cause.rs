@@ -5,6 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
 
 use super::orders_table::OrderRow;
@@ -35,7 +36,7 @@ pub(super) fn is_open(row: &OrderRow) -> bool {
 }
 
 pub(super) fn is_overdue(row: &OrderRow, now: Timestamp) -> bool {
-    row.deadline.is_some_and(|deadline| deadline <= now)
+    row.deadline.is_some_and(|deadline| deadline <= now && deadline.can_be_due())
 }
 
 /// Why an order is open. As text it is one sentence.
@@ -52,6 +53,8 @@ pub enum OpenCause {
     },
     /// It never times out.
     NoDeadline,
+    /// Its deadline is none that an order can have, such as `-infinity` where an unset time is written so.
+    NeverDue(Timestamp),
     /// Its deadline has not passed.
     NotDue {
         /// Until the deadline.
@@ -100,6 +103,10 @@ impl fmt::Display for OpenCause {
             }
             Self::Claimed { claim, pause } => fmt_claim(claim, pause.as_ref(), f),
             Self::NoDeadline => f.write_str("it has no deadline, so it never times out"),
+            Self::NeverDue(deadline) => {
+                let deadline = write_rfc3339(*deadline);
+                write!(f, "its deadline {deadline} is outside the years 1 to 9999, so it never times out")
+            }
             Self::NotDue { remaining, alarm_waits, pause } => {
                 write!(f, "its deadline is in {}", rounded(*remaining))?;
                 if *alarm_waits {
@@ -188,6 +195,7 @@ pub(super) fn why_open(facts: &Facts<'_>) -> Option<OpenCause> {
     }
     Some(match row.deadline {
         None => OpenCause::NoDeadline,
+        Some(deadline) if !deadline.can_be_due() => OpenCause::NeverDue(deadline),
         Some(deadline) if deadline > now => {
             let alarm_waits = facts.alarms.is_some_and(|alarms| alarms.iter().any(|alarm| alarm.sent_at.is_none()));
             OpenCause::NotDue { remaining: deadline.since(now), alarm_waits, pause }
@@ -233,7 +241,7 @@ fn resume() -> String {
 pub(super) fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
     let words = match cause {
         OpenCause::Closing => "let the shop finish its check: it sets the status to paid, closed or unpaid",
-        OpenCause::NoDeadline => "nothing; `order-timeout deadline ID --in 30m` gives it one",
+        OpenCause::NoDeadline | OpenCause::NeverDue(_) => "nothing; `order-timeout deadline ID --in 30m` gives it one",
         OpenCause::Claimed { claim, .. } if claim.unresolved_reason.is_some() => {
             unresolved::what_to_do(claim.unresolved_reason.as_deref().unwrap_or_default())
         }
@@ -301,6 +309,8 @@ mod tests {
         assert!(why(&row("closing", Some(50))).contains("the shop decides"));
         assert!(why(&row("unpaid", None)).contains("never times out"));
         assert_eq!(why(&row("unpaid", Some(160))), "its deadline is in 1m");
+        let unset = OrderRow { status: None, deadline: Some(Timestamp::from_unix_micros(i64::MIN)) };
+        assert!(why(&unset).contains("-infinity is outside the years 1 to 9999"));
         assert!(why(&OrderRow { status: None, deadline: Some(at(50)) }).contains("overdue by 50s"));
     }
 

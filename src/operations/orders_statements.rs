@@ -10,7 +10,7 @@ use crate::config::Settings;
 use crate::config::kinds::{self, OrdersOf};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::{MappingError, Rendered, render};
+use crate::mapping::{MappingError, Questions, Rendered, render};
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::contract::StatementSource;
 use crate::postgres::grants;
@@ -34,6 +34,8 @@ pub struct OrdersStatements {
     pub overdue: StatementSource,
     /// The statement that moves a deadline.
     pub deadline: DeadlineStatement,
+    /// What a mapping tells operators about its table.
+    pub questions: Option<Questions>,
 }
 
 /// What decides which orders are overdue. Where that is changed, other old orders may be found.
@@ -79,7 +81,8 @@ pub async fn statements(
         CatalogError::Database(_) => DatabaseError(fault.to_string()),
     })?;
     let rendered = render(&settings.words_of(kind), table, &facts);
-    let Rendered { close, overdue, deadline, index } = rendered.map_err(|fault| unfit(settings, kind, &fault))?;
+    let Rendered { close, overdue, deadline, index, questions } =
+        rendered.map_err(|fault| unfit(settings, kind, &fault))?;
     let of = |what: &str, sql: String, index: Option<String>| StatementSource::Rendered {
         name: name(settings, kind, what),
         sql,
@@ -96,6 +99,7 @@ pub async fn statements(
             )),
             DeadlineStatement::Sql,
         ),
+        questions: Some(questions),
     })
 }
 
@@ -119,6 +123,7 @@ fn of_default_tables() -> OrdersStatements {
         close: StatementSource::Default,
         overdue: StatementSource::Default,
         deadline: DeadlineStatement::Sql(DEADLINE_SQL.to_owned()),
+        questions: None,
     }
 }
 
@@ -136,6 +141,7 @@ fn of_files(kind: &Kind, close_sql: &str, overdue_sql: &str) -> OrdersStatements
             "{} says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`",
             statement_setting(kind, "close_sql")
         )),
+        questions: None,
     }
 }
 
@@ -150,7 +156,8 @@ pub fn statement_setting(kind: &Kind, name: &str) -> String {
 }
 
 /// Why a kind has no statements.
-fn why_no_orders(kind: &Kind) -> String {
+#[must_use]
+pub fn why_no_orders(kind: &Kind) -> String {
     format!(
         "the settings do not say where the orders of kind \"{kind}\" are; add [kinds.{kind}.table], or kinds.{kind}.close_sql and kinds.{kind}.overdue_sql, or correct the kind's name"
     )

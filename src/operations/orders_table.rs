@@ -1,7 +1,8 @@
 //! What operators ask about the orders table: the only module of the operations that reads it.
 //!
-//! The default table is read directly. A table of the shop's own is known only through `orders.overdue_sql`: what that
-//! statement does not tell is said to be unknown, and is never guessed. Reads only.
+//! The default table is read directly, a mapped one as its mapping says. A table behind statements of the shop's own is known
+//! only through `orders.overdue_sql`: what that statement does not tell is said to be unknown, and is never guessed. Reads
+//! only.
 
 pub mod due;
 
@@ -16,6 +17,7 @@ use uuid::Uuid;
 use super::orders_statements;
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
+use crate::mapping::Questions;
 use crate::postgres::{self, Database, DatabaseError, one_line};
 
 /// Rows per page of the overdue statement.
@@ -24,6 +26,9 @@ const PAGE_SIZE: usize = 1_000;
 const MOST_OVERDUE: usize = 10_000;
 /// Minutes of the forecast.
 pub const FORECAST_MINUTES: usize = 60;
+
+/// The status of a text that is no id of a mapped table.
+const MALFORMED: &str = "malformed";
 
 const OWN_TABLE: &str = "the orders table is your own (close_sql or a mapping)";
 
@@ -113,6 +118,8 @@ pub struct OrdersTable {
     kind: Kind,
     /// For a table of the shop's own.
     overdue: Option<Sweeper>,
+    /// What a mapping tells about it.
+    mapped: Option<Questions>,
 }
 
 impl OrdersTable {
@@ -121,13 +128,13 @@ impl OrdersTable {
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
     pub async fn open(database: Database, settings: &Settings, kind: &Kind) -> Result<Self, DatabaseError> {
-        let overdue = if settings.has_default_orders(kind) {
-            None
-        } else {
-            let statement = orders_statements::statements(&database, settings, kind).await?.overdue;
-            Some(Sweeper::prepare(database.clone(), statement).await?)
-        };
-        Ok(Self { database, kind: kind.clone(), overdue })
+        let (mut overdue, mut mapped) = (None, None);
+        if !settings.has_default_orders(kind) {
+            let statements = orders_statements::statements(&database, settings, kind).await?;
+            overdue = Some(Sweeper::prepare(database.clone(), statements.overdue).await?);
+            mapped = statements.questions;
+        }
+        Ok(Self { database, kind: kind.clone(), overdue, mapped })
     }
 
     /// Whose orders they are.
@@ -145,10 +152,17 @@ impl OrdersTable {
     /// Counts unpaid orders.
     ///
     /// # Errors
-    /// [`Unknown`] for a table of the shop's own, or if the query fails.
+    /// [`Unknown`] for statements of the shop's own, or if the query fails.
     pub async fn unpaid(&self) -> Result<u64, Unknown> {
-        self.is_default("how many are unpaid")?;
-        let count = sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'");
+        let count = match &self.mapped {
+            Some(mapped) => mapped.unpaid.as_str(),
+            None => {
+                self.is_default("how many are unpaid")?;
+                "SELECT count(*) FROM orders WHERE status = 'unpaid'"
+            }
+        };
+        // Ours, or rendered from the operator's configuration.
+        let count = sqlx::query_scalar(AssertSqlSafe(count.to_owned()));
         let count: i64 = self.read(async |connection| count.fetch_one(connection).await).await?;
         Ok(count.unsigned_abs())
     }
@@ -158,7 +172,9 @@ impl OrdersTable {
     /// # Errors
     /// As of [`Self::unpaid`].
     pub async fn due_by_minute(&self) -> Result<Vec<u64>, Unknown> {
-        self.is_default("how many are due soon")?;
+        if let Some(sweeper) = &self.overdue {
+            return self.due_by_minute_by_statement(sweeper).await;
+        }
         let count = sqlx::query(
             "SELECT least(floor(extract(epoch FROM expires_at - statement_timestamp()) / 60), $1 - 1)::bigint AS minute,
                     count(*) AS orders
@@ -202,8 +218,12 @@ impl OrdersTable {
     /// The order's row; `None` if there is no such order.
     ///
     /// # Errors
-    /// [`Unknown`] if the query fails, or if the order is in a table of the shop's own and not overdue.
+    /// [`Unknown`] if the query fails, or if only statements of the shop's own know the order and it is not overdue.
     pub async fn row(&self, id: &OrderId) -> Result<Option<OrderRow>, Unknown> {
+        if let Some(mapped) = &self.mapped {
+            let found = self.mapped_row(&mapped.row, id).await?;
+            return Ok(found.filter(|row| row.status.as_deref() != Some(MALFORMED)));
+        }
         if let Some(sweeper) = &self.overdue {
             let (found, is_at_least) = first_overdue(sweeper).await?;
             let deadline = found.into_iter().find_map(|(order_id, deadline)| (order_id == *id).then_some(deadline));
@@ -219,7 +239,30 @@ impl OrdersTable {
             return Ok(None);
         }
         let read = async |connection: &mut PgConnection| read_row(connection, id.as_str()).await;
-        Ok(self.read(read).await?.1)
+        self.read(read).await
+    }
+
+    /// Whether the text has a form that no id of the table has. Not known of statements of the shop's own.
+    ///
+    /// # Errors
+    /// [`Unknown`] if the query fails.
+    pub async fn is_malformed(&self, id: &OrderId) -> Result<bool, Unknown> {
+        match &self.mapped {
+            Some(mapped) => {
+                let found = self.mapped_row(&mapped.row, id).await?;
+                Ok(found.is_some_and(|row| row.status.as_deref() == Some(MALFORMED)))
+            }
+            None => Ok(self.overdue.is_none() && !is_uuid(id.as_str())),
+        }
+    }
+
+    async fn mapped_row(&self, sql: &str, id: &OrderId) -> Result<Option<OrderRow>, Unknown> {
+        // Rendered from the operator's configuration.
+        let select = sqlx::query(AssertSqlSafe(sql.to_owned())).bind(id.as_str());
+        let row = self.read(async |connection| select.fetch_optional(connection).await).await?;
+        let Some(row) = row else { return Ok(None) };
+        let deadline: Option<Timestamptz> = get(&row, "deadline")?;
+        Ok(Some(OrderRow { status: get(&row, "status")?, deadline: deadline.map(|Timestamptz(deadline)| deadline) }))
     }
 
     /// When what happened to the order; `None` if there is no such order.
@@ -246,8 +289,11 @@ impl OrdersTable {
     /// gives it back at once.
     ///
     /// # Errors
-    /// [`Unknown`] for a table of the shop's own, or if the query fails.
+    /// [`Unknown`] for statements of the shop's own, or if the query fails.
     pub async fn is_locked(&self, id: &OrderId) -> Result<bool, Unknown> {
+        if let Some(mapped) = &self.mapped {
+            return Ok(self.mapped_row(&mapped.free_row, id).await?.is_none());
+        }
         self.is_default("whether the row is locked")?;
         let ask = sqlx::query("SELECT 1 FROM orders WHERE id = $1::text::uuid FOR NO KEY UPDATE SKIP LOCKED");
         let ask = ask.bind(id.as_str());
@@ -260,11 +306,7 @@ impl OrdersTable {
     /// # Errors
     /// One sentence that says what is wrong with the condition.
     pub async fn choose(&self, choice: &Choice) -> Result<ChosenOrders, DatabaseError> {
-        if self.overdue.is_some() {
-            return Err(DatabaseError(format!(
-                "{OWN_TABLE}, so --where cannot be asked there: SELECT the ids yourself, and give them to `order-timeout close ID…`"
-            )));
-        }
+        self.is_default("which orders a condition chooses").map_err(DatabaseError)?;
         let mut asked = "--where";
         let chosen = self.database.run(async |connection| {
             let mut transaction = connection.begin().await?;
@@ -302,22 +344,15 @@ impl OrdersTable {
     }
 }
 
-/// The database's time, and the order's row in the default table. The id must be a UUID.
-///
-/// # Errors
-/// sqlx's.
-pub async fn read_row(
-    connection: &mut PgConnection,
-    order_id: &str,
-) -> Result<(Timestamp, Option<OrderRow>), sqlx::Error> {
-    let now = postgres::now(connection).await?;
+/// The order's row in the default table. The id must be a UUID.
+async fn read_row(connection: &mut PgConnection, order_id: &str) -> Result<Option<OrderRow>, sqlx::Error> {
     let select = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::text::uuid");
     let row = select.bind(order_id).fetch_optional(connection).await?.map(|row| {
         let deadline: Option<Timestamptz> = row.try_get("expires_at")?;
         let deadline = deadline.map(|Timestamptz(deadline)| deadline);
         Ok::<_, sqlx::Error>(OrderRow { status: Some(row.try_get("status")?), deadline })
     });
-    Ok((now, row.transpose()?))
+    row.transpose()
 }
 
 /// Whether the text is a UUID as `sql/close.sql` accepts it: hexadecimal digits, and hyphens in their places.

@@ -69,12 +69,12 @@ pub struct OrderStory {
 /// The order's row.
 #[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct ShownRow {
-    /// `None` in a table of the shop's own.
+    /// `None` behind statements of the shop's own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<String>,
     /// RFC 3339; `None` if the order has none.
     pub deadline: Option<String>,
-    /// Seconds until the deadline by the database's clock, negative if it has passed.
+    /// Seconds until the deadline by the database's clock, negative if it has passed; `None` if it is never due.
     pub remaining_s: Option<f64>,
 }
 
@@ -241,7 +241,7 @@ fn shown(row: &OrderRow, now: Timestamp) -> ShownRow {
     ShownRow {
         status: row.status.clone(),
         deadline: row.deadline.map(write_rfc3339),
-        remaining_s: row.deadline.map(remaining),
+        remaining_s: row.deadline.filter(|deadline| deadline.can_be_due()).map(remaining),
     }
 }
 

@@ -22,12 +22,18 @@ pub enum CatalogError {
 
 const COLUMNS: &str = "
 SELECT n.nspname::text, c.relname::text, c.relkind::text, a.attname::text,
-       b.typname::text, format_type(b.oid, NULL)
+       b.typname::text, format_type(a.atttypid, a.atttypmod)
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-JOIN pg_type t ON t.oid = a.atttypid
-JOIN pg_type b ON b.oid = coalesce(nullif(t.typbasetype, 0), t.oid)
+-- A domain may be of a domain.
+CROSS JOIN LATERAL (
+    WITH RECURSIVE below (typname, typbasetype) AS (
+        SELECT t.typname, t.typbasetype FROM pg_type t WHERE t.oid = a.atttypid
+        UNION ALL SELECT t.typname, t.typbasetype FROM below JOIN pg_type t ON t.oid = below.typbasetype
+    )
+    SELECT typname FROM below WHERE typbasetype = 0
+) b
 WHERE c.oid = to_regclass($1)
 ORDER BY a.attnum";
 
@@ -181,7 +187,9 @@ pub async fn relation(connection: &mut PgConnection, key: &str, written: &str) -
     let kind = match first.try_get::<String, _>(2)?.as_str() {
         "r" => RelationKind::Table,
         "p" => RelationKind::PartitionedTable,
-        "v" | "m" => RelationKind::View,
+        "v" => RelationKind::View,
+        "m" => RelationKind::MaterializedView,
+        "f" => RelationKind::ForeignTable,
         _ => RelationKind::Other,
     };
     let columns =

@@ -169,7 +169,19 @@ pub async fn count_conditions(
     Ok(Counted { rows, is_all: rows < ROWS_READ, open, open_is_null, paid })
 }
 
-/// Tables whose name and columns look like orders, the most likely first.
+/// The answer to [`crate::mapping::Questions::unusable`].
+///
+/// # Errors
+/// sqlx's.
+pub async fn count_unusable(
+    connection: &mut PgConnection,
+    question: String,
+) -> Result<(i64, Option<String>, i64), sqlx::Error> {
+    // Rendered from the operator's configuration.
+    sqlx::query_as(AssertSqlSafe(question)).fetch_one(connection).await
+}
+
+/// Tables that look like orders, by what they are connected with more than by their names; the most likely first.
 ///
 /// # Errors
 /// sqlx's.
@@ -177,19 +189,88 @@ pub async fn likely_orders(connection: &mut PgConnection) -> Result<Vec<String>,
     sqlx::query_scalar(
         "SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname)
          FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+         CROSS JOIN LATERAL (
+             SELECT bool_or(t.typcategory = 'D' OR t.typname IN ('tstzrange', 'tsrange')) AS has_times,
+                    bool_or(t.typtype = 'e' OR a.attname ~* '(stat[ue]|state|zustand|estado|stage|settled|paid)') AS has_status,
+                    bool_or(t.typcategory = 'D' AND EXISTS (
+                        SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indpred IS NOT NULL AND i.indkey[0] = a.attnum
+                    )) AS has_queue
+             FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+             WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+         ) found
+         CROSS JOIN LATERAL (
+             SELECT 4 * (c.relname ~* '(order|purchase|booking|cart|checkout|reserv|hold|bestell|auftr|pedido|commande|ordine)')::integer
+                  - 4 * (c.relname ~* '(item|line|position|event|history|log|outbox)')::integer
+                  + 5 * has_queue::integer
+                  + 2 * EXISTS (SELECT FROM pg_constraint k WHERE k.confrelid = c.oid AND k.contype = 'f')::integer AS points
+         ) judged
          WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname NOT IN ('pg_catalog', 'information_schema')
-           AND c.relname ~* '(order|purchase|booking|cart|checkout|reservation)'
-           AND c.relname !~* '(item|line|event|history|log|outbox|timeout)'
-           AND EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND a.attname ~* '(status|state)')
-           -- Our own default table, if it is empty.
-           AND NOT (c.relname = 'orders' AND to_regclass(quote_ident(n.nspname) || '.order_timeout_adoption') IS NOT NULL)
-         ORDER BY c.reltuples DESC, length(c.relname), 1 LIMIT 20",
+           AND found.has_times AND (found.has_status OR found.has_queue) AND judged.points > 1
+           -- Our own tables.
+           AND NOT (to_regclass(quote_ident(n.nspname) || '.order_timeout_adoption') IS NOT NULL
+                    AND c.relname ~ '^(order(s|_items|_events|_resources|_timeout_.*)|.*_outbox|.*_attempts|.*_payments|closing_.*|parked_alarms)$')
+         ORDER BY judged.points DESC, c.reltuples DESC, length(c.relname), 1 LIMIT 20",
     )
     .fetch_all(connection)
     .await
 }
 
-/// The values of a column with their number of rows, the most frequent first; at most twelve.
+/// The tables that a view reads itself.
+///
+/// # Errors
+/// sqlx's.
+pub async fn behind(connection: &mut PgConnection, view: &Relation) -> Result<Vec<String>, sqlx::Error> {
+    sqlx::query_scalar(
+        "SELECT DISTINCT d.refobjid::regclass::text FROM pg_rewrite r JOIN pg_depend d
+             ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+         WHERE r.ev_class = to_regclass($1) AND d.refobjid <> r.ev_class ORDER BY 1",
+    )
+    .bind(view.qualified())
+    .fetch_all(connection)
+    .await
+}
+
+/// What says the meaning of a column besides its name.
+#[derive(Debug, Clone, sqlx::FromRow)]
+pub struct Clues {
+    /// Its name.
+    pub name: String,
+    /// Whether its type is an enum.
+    pub is_enum: bool,
+    /// Whether it is of a primary or foreign key.
+    pub is_key: bool,
+    /// Whether its default is the present.
+    pub is_now: bool,
+    /// Whether an index, other than that of the primary key, begins with it.
+    pub leads_index: bool,
+    /// Whether an index has a condition on it.
+    pub is_condition: bool,
+}
+
+/// The clues about all columns, in the order of the table.
+///
+/// # Errors
+/// sqlx's.
+pub async fn clues(connection: &mut PgConnection, relation: &Relation) -> Result<Vec<Clues>, sqlx::Error> {
+    sqlx::query_as(
+        "SELECT a.attname::text AS name, t.typtype = 'e' AS is_enum,
+                EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = a.attrelid AND k.contype IN ('p', 'f')
+                        AND a.attnum = ANY (k.conkey)) AS is_key,
+                coalesce(pg_get_expr(d.adbin, d.adrelid) ~* '(now\\(|current_|clock_timestamp|statement_timestamp)', false) AS is_now,
+                EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indkey[0] = a.attnum
+                        AND NOT i.indisprimary) AS leads_index,
+                EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid
+                        AND pg_get_expr(i.indpred, i.indrelid) ~ ('\\m' || a.attname || '\\M')) AS is_condition
+         FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+         WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum",
+    )
+    .bind(relation.qualified())
+    .fetch_all(connection)
+    .await
+}
+
+/// The values of a column with their number of rows, the most frequent first, and the labels of its enum; at most
+/// [`MOST_VALUES`]. Counts among the first `rows` of the table, whichever they are.
 ///
 /// # Errors
 /// sqlx's.
@@ -197,31 +278,31 @@ pub async fn values(
     connection: &mut PgConnection,
     relation: &Relation,
     column: &str,
-) -> Result<Vec<(Option<String>, i64)>, sqlx::Error> {
+    rows: i64,
+) -> Result<Vec<(String, i64)>, sqlx::Error> {
     let count = format!(
-        "SELECT {column}::text, count(*) FROM {} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 12",
+        "SELECT v.value, sum(v.rows)::bigint FROM (
+             SELECT {column}::text AS value, count(*) AS rows FROM (SELECT {column} FROM {} LIMIT $4) read GROUP BY 1
+             UNION ALL
+             SELECT e.enumlabel, 0 FROM pg_enum e JOIN pg_attribute a ON a.atttypid = e.enumtypid
+             WHERE a.attrelid = to_regclass($1) AND a.attname = $2
+         ) v WHERE v.value IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT $3",
         relation.qualified(),
         column = quote::name(column)
     );
     // Names from the catalog, quoted.
-    sqlx::query_as(AssertSqlSafe(count)).fetch_all(connection).await
+    let count = sqlx::query_as(AssertSqlSafe(count)).bind(relation.qualified()).bind(column);
+    count.bind(MOST_VALUES).bind(rows).fetch_all(connection).await
 }
 
-/// The labels of a column whose type is an enum, in their order.
+/// A column with more has no statuses.
+pub const MOST_VALUES: i64 = 16;
+
+/// Whether a column has times in the future.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn enum_labels(
-    connection: &mut PgConnection,
-    relation: &Relation,
-    column: &str,
-) -> Result<Vec<String>, sqlx::Error> {
-    sqlx::query_scalar(
-        "SELECT e.enumlabel::text FROM pg_enum e JOIN pg_attribute a ON a.atttypid = e.enumtypid
-         WHERE a.attrelid = to_regclass($1) AND a.attname = $2 ORDER BY e.enumsortorder",
-    )
-    .bind(relation.qualified())
-    .bind(column)
-    .fetch_all(connection)
-    .await
+pub async fn has_future(connection: &mut PgConnection, relation: &Relation, column: &str) -> Result<bool, sqlx::Error> {
+    let ask = format!("SELECT coalesce(max({}) > now(), false) FROM {}", quote::name(column), relation.qualified());
+    sqlx::query_scalar(AssertSqlSafe(ask)).fetch_one(connection).await
 }

@@ -6,6 +6,7 @@ use order_timeout_core::kind::Kind;
 
 use super::*;
 use crate::config::Settings;
+use crate::mapping::RelationKind;
 
 /// A relation with these columns: name and type.
 fn relation(schema: &str, name: &str, kind: RelationKind, columns: &[(&str, &str)]) -> Relation {

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::dry_close::{self, DryClose};
 use super::{Finding, Level};
 use crate::config::Settings;
-use crate::config::kinds::{TableSettings, key_of};
+use crate::config::kinds::{OrdersOf, TableSettings, key_of};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::render::LEAVES_OPEN;
@@ -20,7 +20,7 @@ use crate::mapping::{self, Facts, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::sentence;
-use crate::operations::first_backlog;
+use crate::operations::first_backlog::{self, Backlog};
 use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
 use crate::postgres::adoption::{self, Adoptable};
 use crate::postgres::survey::{self, Index, Survey};
@@ -84,16 +84,21 @@ impl Check<'_> {
     }
 
     fn note(&mut self, level: Level, name: &str, sentence: String) {
-        let kind = self.kind;
-        let file = self.settings.kinds.get(kind).and_then(|kind| kind.origin.clone());
-        let has_table = self.settings.table_of(kind).is_some();
-        let key = match (name, has_table) {
+        let (kind, orders) = (self.kind, self.settings.orders_of(self.kind));
+        let key = match (name, orders) {
             (name, _) if name.starts_with("sweep.") => name.to_owned(),
-            ("", true) => format!("kinds.{kind}.table"),
-            (name, true) => key_of(kind, name),
-            (_, false) => orders_statements::statement_setting(kind, "close_sql"),
+            ("", Some(OrdersOf::Table(_))) => format!("kinds.{kind}.table"),
+            (name, Some(OrdersOf::Table(_))) => key_of(kind, name),
+            ("deadline" | "open", Some(OrdersOf::Statements { .. })) => {
+                orders_statements::statement_setting(kind, "overdue_sql")
+            }
+            (_, Some(OrdersOf::Statements { .. })) => orders_statements::statement_setting(kind, "close_sql"),
+            (_, Some(OrdersOf::DefaultTables)) => "the default tables".to_owned(),
+            (_, Some(OrdersOf::Handler) | None) => format!("kinds.{kind}"),
         };
-        self.findings.push(Finding { level, key, file: file.filter(|_| has_table), sentence });
+        let file = self.settings.kinds.get(kind).and_then(|kind| kind.origin.clone());
+        let file = file.filter(|_| matches!(orders, Some(OrdersOf::Table(_))));
+        self.findings.push(Finding { level, key, file, sentence });
     }
 
     fn wrong(&mut self, name: &str, sentence: String) {
@@ -120,10 +125,12 @@ impl Check<'_> {
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
             self.note(Level::Note, "deadline", why);
         }
+        let unusable = statements.questions.map(|questions| questions.unusable);
         let facts = self.tables(database).await?;
         let may_run = self.plans(database, &closer, &sweeper).await?;
         if may_run {
             self.conditions(database, facts.as_ref()).await?;
+            self.unusable(database, unusable).await?;
             self.next_due(database, &sweeper).await?;
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
             let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
@@ -156,16 +163,17 @@ impl Check<'_> {
         self.orders_table(table, &orders);
         for (index, (settings, items, stock)) in others.iter().enumerate() {
             let key = |name: &str| format!("give_back[{index}].{name}");
-            if items.relation.kind == RelationKind::View {
+            if [RelationKind::View, RelationKind::ForeignTable].contains(&items.relation.kind) {
                 let view = items.relation.qualified();
                 let why = format!(
-                    "{view} is a view; an index of its tables must find the rows of an order, as EXPLAIN of a SELECT from it shows"
+                    "{view} is no table of this database; an index of what is behind it must find the rows of an order, as EXPLAIN of a SELECT from it shows"
                 );
                 self.note(Level::Note, &key("items"), why);
             } else {
                 self.require_index(&key("order"), items, &settings.order.0, false);
             }
-            self.require_index(&key("stock_key"), stock, &settings.stock_key.0, true);
+            let is_partitioned = stock.relation.kind == RelationKind::PartitionedTable;
+            self.require_index(&key("stock_key"), stock, &settings.stock_key.0, !is_partitioned);
             self.triggers(&key("stock"), stock);
         }
         Ok(Some(facts))
@@ -210,9 +218,15 @@ impl Check<'_> {
             } else {
                 format!(" (its primary key is {})", table.primary_key.join(", "))
             };
-            self.wrong(key, format!("{list} is not unique in {name}{primary}, so two rows would be taken for one; name the columns of its primary key, or CREATE UNIQUE INDEX CONCURRENTLY ON {name} ({list})"));
+            self.wrong(key, format!("{list} is not unique in {name}{primary}, so two rows would be taken for one; name the columns of its primary key, or {}", table.relation.create_index(true, &list, None)));
         } else if found.is_empty() {
-            self.wrong(key, format!("no index of {name} begins with {list}, so every close would read the whole table; CREATE INDEX CONCURRENTLY ON {name} ({list})"));
+            self.wrong(
+                key,
+                format!(
+                    "no index of {name} begins with {list}, so every close would read the whole table; {}",
+                    table.relation.create_index(false, &list, None)
+                ),
+            );
         } else {
             self.note(Level::Proven, key, format!("{list} of {name} is found through the index {}", found[0].name));
         }
@@ -273,6 +287,26 @@ impl Check<'_> {
         Ok(())
     }
 
+    /// Deadlines and ids with which an order is never closed, such as `-infinity` for a time that is not set.
+    async fn unusable(&mut self, database: &Database, question: Option<String>) -> Result<(), DatabaseError> {
+        let Some(question) = question else { return Ok(()) };
+        let counted = database.run(async |connection| survey::count_unusable(connection, question).await).await;
+        let (deadlines, example, ids) = counted.map_err(|error| DatabaseError(one_line(&error)))?;
+        if let Some(example) = example {
+            let why = format!(
+                "{deadlines} open orders have a deadline such as {example}, outside the years 1 to 9999: they are never due and stay open; where that means that none is set, it is right"
+            );
+            self.note(Level::Note, "deadline", why);
+        }
+        if ids > 0 {
+            let why = format!(
+                "{ids} open orders have an id that no message can carry, and are never closed: an id has 1 to 200 bytes, none of them a control character; correct their rows, or name another unique column"
+            );
+            self.note(Level::Note, "id", why);
+        }
+        Ok(())
+    }
+
     /// The next order to be closed: a wrong time zone shows here.
     async fn next_due(&mut self, database: &Database, sweeper: &Sweeper) -> Result<(), DatabaseError> {
         let now = database.run(crate::postgres::now).await.map_err(|error| DatabaseError(one_line(&error)))?;
@@ -304,7 +338,7 @@ impl Check<'_> {
         let mapping = self.settings.table_of(self.kind).zip(facts);
         let run =
             database.run(async |connection| dry_close::run(connection, (&close, parameters), &overdue, mapping).await);
-        let DryClose { outcomes, found_again, stock } = match run.await {
+        let DryClose { outcomes, found_again, stock, also } = match run.await {
             Ok(dry) => dry,
             Err(error) => {
                 self.wrong(
@@ -333,6 +367,16 @@ impl Check<'_> {
                 "close",
                 format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()),
             );
+        }
+        for (index, rows) in also.into_iter().enumerate().filter(|_| closed > 0) {
+            let (level, rows) = match rows {
+                Some(0) => (Level::Note, "changed no row".to_owned()),
+                Some(rows) => (Level::Proven, format!("changed {rows} rows")),
+                None => (Level::Proven, "could be run".to_owned()),
+            };
+            let sentence =
+                format!("the statement {rows} for the {closed} orders that were closed, and was rolled back");
+            self.note(level, &format!("also[{index}].sql"), sentence);
         }
         for (index, change) in stock.into_iter().enumerate().filter(|_| closed > 0) {
             let key = format!("give_back[{index}].set");
@@ -397,12 +441,14 @@ impl Check<'_> {
                 first_backlog::refusal(&backlog, &orders.orders, self.settings, self.kind),
             );
         } else {
-            let oldest = backlog.oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
-            self.note(
-                Level::Note,
-                "sweep.first_backlog",
-                format!("the first sweep closes {} orders{oldest}", backlog.overdue),
-            );
+            // Also those that fell due within the last minute.
+            let Backlog { overdue, may_be_more, oldest } =
+                first_backlog::count_overdue_for(sweeper, Duration::ZERO).await?;
+            let least = if may_be_more { "at least " } else { "" };
+            let oldest = oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
+            let sentence =
+                format!("{least}{overdue} orders are overdue now{oldest}; a worker closes them when it starts");
+            self.note(Level::Note, "sweep.first_backlog", sentence);
         }
         Ok(())
     }

@@ -6,8 +6,9 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row, SqlStr};
 
-use crate::config::kinds::{GiveBackSettings, TableSettings};
-use crate::mapping::{Facts, Relation, ids, quote};
+use crate::config::kinds::{AlsoSettings, GiveBackSettings, TableSettings};
+use crate::effects::sweep::read_row;
+use crate::mapping::{Facts, Relation, ids, predicate, quote};
 use crate::postgres::one_line;
 
 /// Orders that are tried.
@@ -24,6 +25,8 @@ pub struct DryClose {
     pub found_again: Vec<String>,
     /// For each `give_back`: stock rows that the closed orders need, and how many of them changed.
     pub stock: Vec<StockChange>,
+    /// For each `also`: the rows that it changed in the table that it names; `None` for a SELECT.
+    pub also: Vec<Option<i64>>,
 }
 
 /// What a close would have changed in one stock table.
@@ -60,6 +63,8 @@ pub async fn run(
     for (settings, relations) in &give_back {
         before.push(needed_stock(&mut transaction, settings, relations, &tried).await?);
     }
+    let alsos = mapping.map_or(&[][..], |(table, _)| table.also.as_slice());
+    let changed_before = changed_rows(&mut transaction, alsos).await?;
     match close_all(&mut transaction, close, &tried).await {
         Ok(outcomes) => dry.outcomes = outcomes.into_iter().map(|(id, outcome)| (id, Ok(outcome))).collect(),
         // One by one, to name the order that it is about.
@@ -78,8 +83,26 @@ pub async fn run(
     for ((settings, (_, stock)), before) in give_back.into_iter().zip(before) {
         dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
     }
+    let changed = changed_rows(&mut transaction, alsos).await?;
+    dry.also = changed.into_iter().zip(changed_before).map(|(now, before)| Some(now? - before?)).collect();
     transaction.rollback().await?;
     Ok(dry)
+}
+
+/// How many rows of the table that each statement changes this transaction has changed.
+async fn changed_rows(connection: &mut PgConnection, alsos: &[AlsoSettings]) -> Result<Vec<Option<i64>>, sqlx::Error> {
+    let mut changed = Vec::new();
+    for also in alsos {
+        // A partitioned table's rows are counted at its partitions.
+        let count = sqlx::query_scalar(
+            "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint FROM pg_stat_xact_all_tables
+             WHERE relid = to_regclass($1)
+                OR relid IN (SELECT t.relid FROM pg_partition_tree(to_regclass($1)) t)",
+        );
+        let table = predicate::changed_table(&also.sql);
+        changed.push(count.bind(table).fetch_one(&mut *connection).await?);
+    }
+    Ok(changed)
 }
 
 async fn overdue_ids(connection: &mut PgConnection, overdue: &SqlStr, limit: i64) -> Result<Vec<String>, sqlx::Error> {
@@ -90,7 +113,8 @@ async fn overdue_ids(connection: &mut PgConnection, overdue: &SqlStr, limit: i64
         .bind(limit)
         .fetch_all(connection)
         .await?;
-    rows.iter().map(|row| row.try_get("order_id")).collect()
+    let found = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
+    Ok(found.into_iter().filter_map(|(_, order)| Some(order?.order_id.to_string())).collect())
 }
 
 /// Outcomes by order, or the error's sentence; after an error the transaction is as before.

@@ -6,10 +6,10 @@ use order_timeout_core::kind::Kind;
 use serde::Serialize;
 use sqlx::PgConnection;
 
-use crate::mapping::{ColumnType, Relation, ids, quote};
+use crate::mapping::{ColumnType, MappingError, Relation, RelationKind, ids, quote};
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::grants;
-use crate::postgres::survey::{self, ForeignKey, Survey};
+use crate::postgres::survey::{self, Clues, ForeignKey, Survey};
 use crate::postgres::{Database, DatabaseError, one_line};
 use crate::sanitize;
 
@@ -50,169 +50,309 @@ struct Status {
 struct Reservation {
     items: Relation,
     order: Vec<String>,
+    /// `None`: each item is one.
+    quantity: Option<String>,
     /// `None`: no foreign key says which stock it is.
-    stock: Option<(ForeignKey, Relation)>,
+    stock: Option<Stock>,
+}
+
+struct Stock {
+    key: ForeignKey,
+    relation: Relation,
+    /// The column of what is promised to orders, and that of what can be sold.
+    taken: Option<String>,
+    free: Option<String>,
+    /// The column of what each row is, where a row is one place or piece.
+    status: Option<Status>,
 }
 
 async fn look(connection: &mut PgConnection, kind: &Kind, table: Option<&str>) -> Result<Proposal, CatalogError> {
-    let mut others = survey::likely_orders(connection).await?;
-    let table = match table {
-        Some(table) => table.to_owned(),
-        None if others.is_empty() => {
-            let why = "no table looks like orders; name it, as in `order-timeout adopt --table public.orders`";
-            return Err(crate::mapping::MappingError::new("table", why).into());
+    let (table, others) = match table {
+        Some(table) => (table.to_owned(), Vec::new()),
+        None => {
+            let mut likely = survey::likely_orders(connection).await?;
+            if likely.is_empty() {
+                let why = "no table looks like orders; name it, as in `order-timeout adopt --table public.orders`";
+                return Err(MappingError::new("table", why).into());
+            }
+            (likely.remove(0), likely)
         }
-        None => others.remove(0),
     };
     if let Some(why) = grants::why_unreadable(connection, &table).await? {
-        return Err(crate::mapping::MappingError::new("table", why).into());
+        return Err(MappingError::new("table", why).into());
     }
     let orders = survey::survey(connection, "table", &table).await?;
-    others.retain(|other| *other != table);
-    let status = status(connection, &orders.relation).await?;
+    if let Some(why) = orders.relation.why_not_lockable() {
+        let behind = survey::behind(connection, &orders.relation).await?;
+        let behind = if behind.is_empty() { String::new() } else { format!("; it reads {}", behind.join(", ")) };
+        return Err(MappingError::new("table", format!("{why}{behind}")).into());
+    }
+    let clues = survey::clues(connection, &orders.relation).await?;
+    let status = status(connection, &orders.relation, &clues).await?;
+    let deadline = deadline(connection, &orders.relation, &clues).await?;
     let mut reservations = Vec::new();
     for key in &orders.referenced_by {
-        if let Some(found) = reservation(connection, key).await? {
-            reservations.push(found);
-        }
+        reservations.extend(reservation(connection, key).await?);
     }
     let zone: String = sqlx::query_scalar("SELECT current_setting('TimeZone')").fetch_one(connection).await?;
-    Ok(Draft { kind: kind.clone(), orders, status, reservations, zone }.proposal(others))
+    Ok(Draft { kind: kind.clone(), orders, clues, status, deadline, reservations, zone }.proposal(others))
 }
 
-const STATUS: [&str; 8] = [
-    "status",
-    "state",
-    "order_status",
-    "order_state",
-    "payment_status",
-    "payment_state",
-    "pay_status",
-    "financial_status",
+/// What a word among a column's values says of its order.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    Open,
+    Paid,
+    Closed,
+}
+
+/// Parts of values in lower case, without blanks, hyphens and the like; whole values behind `=`. The first that fits counts, so
+/// that "unpaid" is not taken for "paid". English, German, Spanish, French, Italian, Chinese.
+const MEANINGS: [(Meaning, &[&str]); 5] = [
+    (
+        Meaning::Open,
+        &["unpaid", "notpaid", "nonpay", "unbezahlt", "nichtbezahlt", "nopagad", "impag", "未付", "待付", "待支付"],
+    ),
+    (
+        Meaning::Open,
+        &[
+            "pending",
+            "await",
+            "arranging",
+            "waiting",
+            "balancedue",
+            "held",
+            "reserved",
+            "offen",
+            "wartet",
+            "pendient",
+            "abiert",
+            "attente",
+            "attesa",
+        ],
+    ),
+    (
+        Meaning::Closed,
+        &[
+            "cancel",
+            "expir",
+            "closed",
+            "timeout",
+            "timedout",
+            "void",
+            "abandon",
+            "released",
+            "stornier",
+            "abgelaufen",
+            "anulad",
+            "vencid",
+            "annul",
+            "scadut",
+            "取消",
+            "关闭",
+            "=e",
+            "=c",
+        ],
+    ),
+    (
+        Meaning::Paid,
+        &[
+            "paid",
+            "settled",
+            "captured",
+            "confirm",
+            "complet",
+            "shipped",
+            "deliver",
+            "fulfil",
+            "processing",
+            "sold",
+            "bezahlt",
+            "versand",
+            "pagad",
+            "enviad",
+            "paye",
+            "payé",
+            "pagat",
+            "已付",
+            "已支付",
+            "=p",
+        ],
+    ),
+    (Meaning::Open, &["=open", "=new", "=created", "=payment", "=n"]),
 ];
 
-async fn status(connection: &mut PgConnection, orders: &Relation) -> Result<Option<Status>, sqlx::Error> {
-    let exact = STATUS.iter().find(|name| orders.columns.contains_key(**name)).map(|name| (*name).to_owned());
-    let like = || orders.columns.keys().find(|name| name.contains("status") || name.contains("state")).cloned();
-    let Some(column) = exact.or_else(like) else { return Ok(None) };
-    let counted = survey::values(connection, orders, &column).await?;
-    let mut values: Vec<(String, i64)> =
-        counted.into_iter().filter_map(|(value, count)| Some((value?, count))).collect();
-    for label in survey::enum_labels(connection, orders, &column).await? {
-        if !values.iter().any(|(value, _)| *value == label) {
-            values.push((label, 0));
+fn meaning(value: &str) -> Option<Meaning> {
+    let plain = plain(value);
+    let fits = |part: &&str| part.strip_prefix('=').map_or_else(|| plain.contains(*part), |whole| plain == whole);
+    MEANINGS.iter().find(|(_, parts)| parts.iter().any(fits)).map(|(meaning, _)| *meaning)
+}
+
+/// `PaymentSettled`, `payment-settled` and `payment_settled` as one.
+fn plain(name: &str) -> String {
+    name.to_lowercase().chars().filter(|c| c.is_alphanumeric()).collect()
+}
+
+/// Whether a name has one of these parts.
+fn has_part(name: &str, parts: &[&str]) -> bool {
+    let plain = plain(name);
+    parts.iter().any(|part| plain.contains(part))
+}
+
+const STATUS: [&str; 9] = ["status", "state", "stage", "zustand", "estado", "statut", "stato", "settled", "状态"];
+const QUANTITY: [&str; 8] = ["quantity", "qty", "units", "count", "menge", "anzahl", "cantidad", "数量"];
+/// Columns of stock that is promised to orders.
+const TAKEN: [&str; 6] = ["reserved", "lockstock", "locked", "allocated", "booked", "reserviert"];
+/// Columns of stock that can be sold.
+const FREE: [&str; 8] = ["available", "stock", "onhand", "size", "free", "bestand", "disponible", "库存"];
+const DEADLINE: [&str; 19] = [
+    "expir",
+    "due",
+    "deadline",
+    "until",
+    "validto",
+    "timeout",
+    "frist",
+    "ablauf",
+    "fällig",
+    "faellig",
+    "bis",
+    "vence",
+    "vencim",
+    "limite",
+    "échéance",
+    "echeance",
+    "scaden",
+    "截止",
+    "过期",
+];
+const CREATED: [&str; 10] =
+    ["creat", "insert", "placed", "datetime", "angelegt", "erstellt", "bestellt", "creado", "inizio", "创建"];
+const CLOSED_AT: [&str; 5] = ["closed", "cancel", "storn", "anulad", "geschlossen"];
+const CHANGED_AT: [&str; 5] = ["modif", "updat", "chang", "geändert", "actualiz"];
+
+/// The column with the most to say for it, if that is enough.
+fn best<T>(found: Vec<(i32, T)>, least: i32) -> Option<T> {
+    // The first of equals, in the order of the table.
+    let best = found.into_iter().rev().max_by_key(|(points, _)| *points);
+    best.filter(|(points, _)| *points >= least).map(|(_, found)| found)
+}
+
+/// Rows that are read to find the column of the status.
+const SOME_ROWS: i64 = 10_000;
+
+/// The column whose values are words of an order's state, whatever its name is.
+async fn status(connection: &mut PgConnection, of: &Relation, clues: &[Clues]) -> Result<Option<Status>, sqlx::Error> {
+    const TYPES: [&str; 8] = ["text", "varchar", "bpchar", "citext", "char", "int2", "int4", "bool"];
+    let mut found = Vec::new();
+    for clue in clues.iter().filter(|clue| !clue.is_key) {
+        let kind = &of.columns[&clue.name];
+        let is_named = has_part(&clue.name, &STATUS);
+        let (is_number, is_flag) = (kind.base.starts_with("int"), kind.base == "bool");
+        // A number and a flag have no words.
+        if !(clue.is_enum || TYPES.contains(&&*kind.base)) || (is_number || is_flag) && !is_named && !clue.is_condition
+        {
+            continue;
         }
+        let values = survey::values(connection, of, &clue.name, SOME_ROWS).await?;
+        if i64::try_from(values.len()).is_ok_and(|values| values >= survey::MOST_VALUES) {
+            continue;
+        }
+        let has = |wanted| i32::from(values.iter().any(|(value, _)| meaning(value) == Some(wanted)));
+        let words = 4 * has(Meaning::Open) + 4 * has(Meaning::Paid) + 3 * has(Meaning::Closed);
+        let points = words + 4 * i32::from(is_named) + 3 * i32::from(clue.is_condition) + 2 * i32::from(clue.is_enum)
+            - 2 * i32::from(is_flag);
+        found.push((points, Status { column: clue.name.clone(), is_number, values }));
     }
-    let is_number = orders.columns[&column].base.starts_with("int");
-    Ok(Some(Status { column, is_number, values }))
+    let Some(mut status) = best(found, 4) else { return Ok(None) };
+    status.values = survey::values(connection, of, &status.column, i64::MAX).await?;
+    Ok(Some(status))
+}
+
+/// The column of the deadline: of a type that has times, not written when the row is.
+async fn deadline(
+    connection: &mut PgConnection,
+    orders: &Relation,
+    clues: &[Clues],
+) -> Result<Option<String>, sqlx::Error> {
+    let mut found = Vec::new();
+    for clue in clues.iter().filter(|clue| !clue.is_now) {
+        let base = orders.columns[&clue.name].base.as_str();
+        let is_time = base.starts_with("timestamp") || base == "date";
+        let is_range = base == "tstzrange";
+        let is_named = has_part(&clue.name, &DEADLINE);
+        if !(is_time || is_range || (base == "int8" && is_named && !clue.is_key)) {
+            continue;
+        }
+        let is_past = [&CREATED[..], &CLOSED_AT[..], &CHANGED_AT[..]].iter().any(|parts| has_part(&clue.name, parts));
+        let is_ahead = is_time && clue.leads_index && survey::has_future(connection, orders, &clue.name).await?;
+        let points = 6 * i32::from(is_named)
+            + 5 * i32::from(is_range)
+            + 6 * i32::from(is_ahead)
+            + 2 * i32::from(clue.leads_index)
+            - 6 * i32::from(is_past);
+        found.push((points, clue.name.clone()));
+    }
+    Ok(best(found, 5))
 }
 
 async fn reservation(connection: &mut PgConnection, key: &ForeignKey) -> Result<Option<Reservation>, CatalogError> {
     let items = catalog::relation(connection, "items", &key.table).await?;
-    if first_like(&items, &QUANTITY).is_none() {
-        return Ok(None);
-    }
-    let mut stock = None;
+    let quantity = number_like(&items, &QUANTITY);
+    let mut found = Vec::new();
     for of_items in survey::foreign_keys(connection, &items.qualified(), false).await? {
-        let target = catalog::relation(connection, "stock", &of_items.target).await?;
-        if of_items.target != key.target
-            && (first_like(&target, &TAKEN).is_some() || first_like(&target, &FREE).is_some())
-        {
-            stock = Some((of_items, target));
-            break;
+        if of_items.target == key.target {
+            continue;
         }
+        let relation = catalog::relation(connection, "stock", &of_items.target).await?;
+        let (taken, free) = (number_like(&relation, &TAKEN), number_like(&relation, &FREE));
+        // A row of its own for each place or piece.
+        let mut place = None;
+        if taken.is_none() && free.is_none() && quantity.is_none() {
+            let clues = survey::clues(connection, &relation).await?;
+            place = status(connection, &relation, &clues).await?;
+        }
+        let place = place.filter(|status| status.values.iter().any(|(value, _)| has_part(value, &PLACES)));
+        let points = 3 * i32::from(taken.is_some()) + 2 * i32::from(free.is_some()) + i32::from(place.is_some());
+        found.push((points, Stock { key: of_items, relation, taken, free, status: place }));
     }
-    Ok(Some(Reservation { items, order: key.columns.clone(), stock }))
+    let stock = best(found, 1);
+    let is_about_stock = stock.is_some() || quantity.is_some();
+    Ok(is_about_stock.then(|| Reservation { items, order: key.columns.clone(), quantity, stock }))
 }
 
-const QUANTITY: [&str; 6] = ["quantity", "qty", "product_quantity", "amount", "units", "count"];
-/// Columns of stock that is promised to orders.
-const TAKEN: [&str; 6] = ["reserved", "reserved_quantity", "lock_stock", "locked", "allocated", "quantity_allocated"];
-/// Columns of stock that can be sold.
-const FREE: [&str; 6] = ["available", "available_quantity", "stock", "count_on_hand", "on_hand", "size"];
-const DEADLINES: [&str; 10] = [
-    "expires_at",
-    "expires",
-    "expire_time",
-    "expired_time",
-    "expiry",
-    "pay_until",
-    "payment_deadline",
-    "deadline",
-    "due_at",
-    "valid_until",
-];
-const CREATED: [&str; 7] =
-    ["created_at", "create_time", "created", "creation_date", "inserted_at", "placed_at", "datetime"];
-const CLOSED_AT: [&str; 9] = [
-    "closed_at",
-    "cancelled_at",
-    "canceled_at",
-    "expired_at",
-    "modify_time",
-    "update_time",
-    "updated_at",
-    "modified_at",
-    "modified",
-];
-const OPEN_WORDS: [&str; 14] = [
-    "unpaid",
-    "pending",
-    "open",
-    "new",
-    "created",
-    "awaiting",
-    "awaiting_payment",
-    "pending_payment",
-    "payment",
-    "not_paid",
-    "balance_due",
-    "held",
-    "reserved",
-    "n",
-];
-const PAID_WORDS: [&str; 11] = [
-    "paid",
-    "confirmed",
-    "completed",
-    "complete",
-    "shipped",
-    "fulfilled",
-    "processing",
-    "captured",
-    "delivered",
-    "sold",
-    "p",
-];
-const CLOSED_WORDS: [&str; 10] =
-    ["closed", "expired", "cancelled", "canceled", "timeout", "void", "abandoned", "released", "e", "c"];
+/// Words of a place or a piece that can be taken.
+const PLACES: [&str; 8] = ["free", "available", "reserved", "held", "sold", "booked", "taken", "frei"];
 
-/// The first of these columns that the relation has.
-fn first_like<'a>(relation: &'a Relation, names: &[&str]) -> Option<(&'a str, &'a ColumnType)> {
-    names.iter().find_map(|name| relation.columns.get_key_value(*name)).map(|(name, kind)| (name.as_str(), kind))
-}
-
-/// The first column of a time whose name has a part of such a word.
-fn sounds_like_deadline(relation: &Relation) -> Option<(&str, &ColumnType)> {
-    let sounds = |name: &str| ["due", "expir", "deadline", "until"].iter().any(|part| name.contains(part));
-    let mut columns = relation.columns.iter().map(|(name, kind)| (name.as_str(), kind));
-    columns.find(|(name, kind)| kind.base.starts_with("timestamp") && sounds(name))
+/// The first numeric column with one of these parts in its name.
+fn number_like(relation: &Relation, parts: &[&str]) -> Option<String> {
+    let is_number = |kind: &ColumnType| kind.base.starts_with("int") || kind.base == "numeric";
+    let found =
+        |part: &&str| relation.columns.iter().find(|(name, kind)| is_number(kind) && plain(name).contains(*part));
+    parts.iter().find_map(found).map(|(name, _)| name.clone())
 }
 
 /// What the proposal is written from.
 struct Draft {
     kind: Kind,
     orders: Survey,
+    clues: Vec<Clues>,
     status: Option<Status>,
+    deadline: Option<String>,
     reservations: Vec<Reservation>,
     zone: String,
 }
 
 impl Status {
-    /// Its values among these words, or these numbers for a column of numbers.
-    fn like(&self, words: &[&str], numbers: &[&str]) -> Vec<&str> {
-        let wanted = if self.is_number { numbers } else { words };
-        let is_wanted = |value: &str| wanted.contains(&value.to_lowercase().as_str());
+    /// Its values with this meaning; of a column of numbers, those that shops use for it most.
+    fn like(&self, wanted: Meaning) -> Vec<&str> {
+        let numbers: &[&str] = match wanted {
+            Meaning::Open => &["0"],
+            Meaning::Paid => &["1", "2", "3"],
+            Meaning::Closed => &["4"],
+        };
+        let is_wanted =
+            |value: &str| if self.is_number { numbers.contains(&value) } else { meaning(value) == Some(wanted) };
         self.values.iter().map(|(value, _)| value.as_str()).filter(|value| is_wanted(value)).collect()
     }
 
@@ -270,7 +410,12 @@ impl Draft {
             reservation.write(&self.kind, &mut lines, &mut ddl, self.orders.primary_key.len());
         }
         let keys: Vec<String> = self.orders.primary_key.iter().map(|name| column(name)).collect();
-        ddl.insert(0, format!("-- The sweep reads this index four times a second.\nCREATE INDEX CONCURRENTLY ON {} ({deadline}, {}) WHERE {open};", relation.qualified(), keys.join(", ")));
+        let columns = [vec![deadline], keys].concat().join(", ");
+        let mut index = "-- The sweep reads this index four times a second.".to_owned();
+        if relation.kind == RelationKind::PartitionedTable {
+            index += "\n-- It blocks writes while it is built, except for partitions that have the same index already: create it there\n-- first, with CONCURRENTLY.";
+        }
+        ddl.insert(0, format!("{index}\n{};", relation.create_index(false, &columns, Some(&open))));
         Proposal { table, others, toml: lines.join("\n") + "\n", ddl }
     }
 
@@ -301,7 +446,7 @@ impl Draft {
         let seen: Vec<String> =
             status.values.iter().map(|(value, count)| format!("{} ({count})", sanitize::one_line(value))).collect();
         lines.push(format!("# Found in {}: {}.", status.column, seen.join(", ")));
-        let (open, paid) = (status.like(&OPEN_WORDS, &["0"]), status.like(&PAID_WORDS, &["1", "2", "3"]));
+        let (open, paid) = (status.like(Meaning::Open), status.like(Meaning::Paid));
         let open = if open.is_empty() {
             lines.push("# Which of them is an order that waits for its payment?".into());
             format!("{} = ?", column(&status.column))
@@ -326,14 +471,15 @@ impl Draft {
     /// Writes `deadline` and `time_zone`; returns the deadline as a column of an index.
     fn deadline(&self, lines: &mut Vec<String>) -> String {
         let relation = &self.orders.relation;
-        let (written, kind) = if let Some((name, kind)) =
-            first_like(relation, &DEADLINES).or_else(|| sounds_like_deadline(relation))
-        {
-            (column(name), kind.base.as_str())
-        } else if let Some((name, _)) = relation.columns.iter().find(|(_, kind)| kind.base == "tstzrange") {
-            lines.push("# The end of the range; without an end it is NULL, which is never due.".into());
-            (format!("upper({})", column(name)), "timestamptz")
-        } else if let Some((name, kind)) = first_like(relation, &CREATED) {
+        let (written, kind) = if let Some(name) = &self.deadline {
+            match relation.columns[name].base.as_str() {
+                "tstzrange" => {
+                    lines.push("# The end of the range; without an end it is NULL, which is never due.".into());
+                    (format!("upper({})", column(name)), "timestamptz")
+                }
+                base => (column(name), base),
+            }
+        } else if let Some((name, kind)) = self.created() {
             lines.push("# No column looks like a deadline; how long may an order stay unpaid?".into());
             let name = column(name);
             let written = if kind.base == "timestamp" {
@@ -368,17 +514,28 @@ impl Draft {
         }
     }
 
+    /// The column of the time at which the order was created, and its type.
+    fn created(&self) -> Option<(&str, &ColumnType)> {
+        let of_time = |clue: &&Clues| self.orders.relation.columns[&clue.name].base.starts_with("timestamp");
+        let times = || self.clues.iter().filter(of_time);
+        let found = times().find(|clue| has_part(&clue.name, &CREATED)).or_else(|| times().find(|clue| clue.is_now))?;
+        Some((&found.name, &self.orders.relation.columns[&found.name]))
+    }
+
     fn close(&self, lines: &mut Vec<String>) {
         let mut set = Vec::new();
         if let Some(status) = &self.status {
-            let word = status.like(&CLOSED_WORDS, &["4"]).first().map_or("?", |word| *word).to_owned();
+            let word = status.like(Meaning::Closed).first().map_or("?", |word| *word).to_owned();
             lines.push("# What a closed order's row says; \"now\" is the moment of the close.".into());
             set.push(format!("{} = {}", toml_key(&status.column), toml(&word)));
         }
-        if let Some((name, kind)) = first_like(&self.orders.relation, &CLOSED_AT)
-            && kind.base.starts_with("timestamp")
-        {
-            set.push(format!("{} = \"now\"", toml_key(name)));
+        let of_time = |clue: &&Clues| self.orders.relation.columns[&clue.name].base.starts_with("timestamp");
+        let is_deadline = |clue: &Clues| self.deadline.as_ref() == Some(&clue.name);
+        let like = |parts: &[&str]| {
+            self.clues.iter().filter(of_time).find(|clue| has_part(&clue.name, parts) && !is_deadline(clue))
+        };
+        if let Some(clue) = like(&CLOSED_AT).or_else(|| like(&CHANGED_AT)) {
+            set.push(format!("{} = \"now\"", toml_key(&clue.name)));
         }
         lines.push(format!("close = {{ {} }}", set.join(", ")));
     }
@@ -391,28 +548,23 @@ fn toml_key(name: &str) -> String {
 impl Reservation {
     fn write(&self, kind: &Kind, lines: &mut Vec<String>, ddl: &mut Vec<String>, id_columns: usize) {
         let items = format!("{}.{}", self.items.schema, self.items.name);
-        let Some((key, stock)) = &self.stock else {
+        let Some(Stock { key, relation: stock, taken, free, status }) = &self.stock else {
             lines.push(format!(
                 "\n# {items} has items of orders; if they reserve stock, add [[kinds.{kind}.table.give_back]] for it."
             ));
             return;
         };
-        let (quantity, _) = first_like(&self.items, &QUANTITY).unwrap_or(("quantity", &ANY));
+        let quantity = self.quantity.as_deref().map_or_else(|| "1".to_owned(), column);
         let mut set = Vec::new();
         let change = |name: &str, sign: char| {
             let own = if name == "quantity" { "stock.quantity".to_owned() } else { column(name) };
             format!("{} = {}", toml_key(name), toml(&format!("{own} {sign} quantity")))
         };
-        let (taken, free) = (first_like(stock, &TAKEN), first_like(stock, &FREE));
-        if let Some((name, _)) = taken {
-            set.push(change(name, '-'));
-        }
+        set.extend(taken.as_ref().map(|name| change(name, '-')));
         // Beside a column of what is taken, one of what is there may not change until an order is shipped.
-        let is_asked = taken.is_some();
-        let free = free.map(|(name, _)| change(name, '+'));
-        if let Some(change) = free.as_ref().filter(|_| !is_asked) {
-            set.push(change.clone());
-        }
+        let free = free.as_ref().map(|name| change(name, '+'));
+        let is_asked = !set.is_empty();
+        set.extend(free.clone().filter(|_| !is_asked));
         lines.push(format!(
             "\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?",
             key.target
@@ -424,21 +576,21 @@ impl Reservation {
             lines.push("# The foreign key has another number of columns than the id: name as many.".into());
         }
         lines.push(format!("key = {}", toml_list(&key.columns)));
-        lines.push(format!("quantity = {}", toml(&column(quantity))));
+        lines.push(format!("quantity = {}", toml(&quantity)));
         lines.push(format!("stock = {}", toml(&format!("{}.{}", stock.schema, stock.name))));
         lines.push(format!("stock_key = {}", toml_list(&key.target_columns)));
         if let Some(change) = free.filter(|_| is_asked) {
             lines.push(format!("# Is it reduced when an order is placed? Then add {change} as well."));
         }
+        if let Some(status) = status {
+            let seen: Vec<&str> = status.values.iter().map(|(value, _)| value.as_str()).collect();
+            lines.push(format!("# Which of its values is a free one: {}?", sanitize::one_line(&seen.join(", "))));
+            set.push(format!("{} = \"?\"", toml_key(&status.column)));
+        }
         lines.push(format!("set = {{ {} }}", set.join(", ")));
         let columns: Vec<String> = self.order.iter().map(|name| column(name)).collect();
-        ddl.push(format!(
-            "-- Only if none begins with {}.\nCREATE INDEX CONCURRENTLY ON {} ({});",
-            columns.join(", "),
-            self.items.qualified(),
-            columns.join(", ")
-        ));
+        let columns = columns.join(", ");
+        let index = self.items.create_index(false, &columns, None);
+        ddl.push(format!("-- Only if none begins with {columns}.\n{index};"));
     }
 }
-
-static ANY: ColumnType = ColumnType { base: String::new(), sql: String::new() };

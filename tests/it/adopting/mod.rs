@@ -1,10 +1,12 @@
 //! Foreign shops are adopted from configuration alone, and a mapping that would do harm is refused.
 
 mod backlog;
+mod never_due;
 mod payments;
 mod proposed;
 mod refused;
 mod shops;
+mod types;
 
 use std::path::{Path, PathBuf};
 

@@ -68,6 +68,132 @@ fn proposal_finds_stock_by_foreign_keys() {
     });
 }
 
+/// What is no table of rows that a close can lock, and what to do.
+#[test]
+fn views_and_foreign_tables_are_sent_on() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, &text("ticketing", "schema.sql")).await;
+        execute(
+            &env,
+            "CREATE TABLE tickets.order_2025 (LIKE tickets.pretixbase_order);
+             CREATE VIEW tickets.every_order AS SELECT * FROM tickets.pretixbase_order UNION ALL SELECT * FROM tickets.order_2025;
+             CREATE MATERIALIZED VIEW tickets.order_copy AS SELECT * FROM tickets.pretixbase_order;
+             CREATE SEQUENCE tickets.numbers;
+             CREATE FOREIGN DATA WRAPPER nowhere; CREATE SERVER nowhere FOREIGN DATA WRAPPER nowhere;
+             CREATE FOREIGN TABLE tickets.order_elsewhere (id integer, status text) SERVER nowhere",
+        )
+        .await;
+        for (table, parts) in [
+            ("every_order", &["a view", "a kind for each", "docs/OWN-SQL.md", "order_2025", "pretixbase_order"][..]),
+            ("order_copy", &["a materialized view", "made from", "pretixbase_order"]),
+            ("order_elsewhere", &["a foreign table", "run the worker on that database"]),
+            ("numbers", &["no table"]),
+        ] {
+            let (code, said, error) = call_with(&env.settings, &["adopt", "--table", &format!("tickets.{table}")]).await;
+            assert!(code == 1 && said.is_empty() && parts.iter().all(|part| error.contains(part)), "{table}: {said}{error}");
+        }
+        execute(&env, "DROP SERVER nowhere CASCADE; DROP FOREIGN DATA WRAPPER nowhere").await;
+    });
+}
+
+/// Tables whose names say little: types, values, indexes and foreign keys say more.
+const UNUSUAL: &str = "
+    CREATE SCHEMA vendure;
+    CREATE TABLE vendure.\"orderEntity\" (\"id\" serial PRIMARY KEY, \"createdAt\" timestamp DEFAULT now(), \"currencyCode\" text,
+        \"orderStage\" varchar NOT NULL, \"expiresAt\" timestamptz, \"closedAt\" timestamptz, note text);
+    INSERT INTO vendure.\"orderEntity\" (\"currencyCode\", \"orderStage\", note) SELECT 'EUR', s, md5(n::text)
+        FROM unnest('{ArrangingPayment,PaymentSettled,Shipped,Cancelled}'::text[]) s, generate_series(1, 9) n;
+    CREATE SCHEMA laden;
+    CREATE TABLE laden.vorgang (nr bigint PRIMARY KEY, angelegt timestamptz DEFAULT now(), lage text, frist timestamptz);
+    CREATE INDEX ON laden.vorgang (frist) WHERE lage = 'offen';
+    INSERT INTO laden.vorgang (nr, lage) VALUES (1, 'offen'), (2, 'bezahlt'), (3, 'storniert');
+    CREATE SCHEMA pay;
+    CREATE TYPE pay.state AS ENUM ('open', 'paid', 'expired');
+    CREATE TABLE pay.payment (id uuid PRIMARY KEY, amount integer, s pay.state NOT NULL, t0 timestamptz DEFAULT now(), t1 timestamptz);
+    CREATE INDEX ON pay.payment (t1) WHERE s = 'open';
+    INSERT INTO pay.payment VALUES (gen_random_uuid(), 5, 'open', now(), now() + interval '1 h');
+    CREATE TABLE pay.orders (id bigint PRIMARY KEY, status text, created_at timestamptz);
+    CREATE SCHEMA hall;
+    CREATE TABLE hall.seat (id integer PRIMARY KEY, row_no integer, occupancy text NOT NULL);
+    INSERT INTO hall.seat VALUES (1, 1, 'free'), (2, 1, 'reserved'), (3, 1, 'sold');
+    CREATE TABLE hall.visitor (id integer PRIMARY KEY, status text);
+    CREATE TABLE hall.visit (id integer PRIMARY KEY, visitor integer REFERENCES hall.visitor, status text NOT NULL, hold_until timestamptz);
+    INSERT INTO hall.visit VALUES (1, NULL, 'held', now());
+    CREATE TABLE hall.chosen (visit_id integer REFERENCES hall.visit, seat_id integer REFERENCES hall.seat, PRIMARY KEY (visit_id, seat_id));
+    CREATE TABLE hall.receipt (id integer PRIMARY KEY, visit_id integer REFERENCES hall.visit, amount numeric);";
+
+#[test]
+fn proposals_weigh_types_and_values() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, UNUSUAL).await;
+        for (table, parts, never) in [
+            (
+                "vendure.orderEntity",
+                &[
+                    "open = \"\\\"orderStage\\\" = 'ArrangingPayment'\"",
+                    "paid = \"\\\"orderStage\\\" IN ('PaymentSettled', 'Shipped')\"",
+                    "deadline = \"\\\"expiresAt\\\"\"",
+                    "close = { \"orderStage\" = \"Cancelled\", \"closedAt\" = \"now\" }",
+                ][..],
+                "Other tables",
+            ),
+            (
+                "laden.vorgang",
+                &[
+                    "open = \"lage = 'offen'\"",
+                    "paid = \"lage = 'bezahlt'\"",
+                    "deadline = \"frist\"",
+                    "lage = \"storniert\"",
+                ],
+                "Other tables",
+            ),
+            (
+                "pay.payment",
+                &["table = \"pay.payment\"", "open = \"s = 'open'\"", "paid = \"s = 'paid'\"", "deadline = \"t1\""],
+                "Other tables",
+            ),
+            (
+                "hall.visit",
+                &[
+                    "open = \"status = 'held'\"",
+                    "deadline = \"hold_until\"",
+                    "items = \"hall.chosen\"",
+                    "quantity = \"1\"",
+                    "stock = \"hall.seat\"",
+                    "set = { occupancy = \"?\" }",
+                    "free, reserved, sold",
+                ],
+                "hall.receipt",
+            ),
+        ] {
+            let (code, said, error) = call_with(&env.settings, &["adopt", "--table", table]).await;
+            assert_eq!(code, 0, "{table}: {error}");
+            for part in parts {
+                assert!(said.contains(part), "{part}: {said}");
+            }
+            assert!(!said.contains(never), "{never}: {said}");
+        }
+        // Without a name, those that time out come first, and none of our own tables.
+        let (_, said, error) = call_with(&env.settings, &["adopt"]).await;
+        for table in ["laden.vorgang", "pay.payment", "hall.visit", "vendure.\"orderEntity\""] {
+            assert!(said.contains(table), "{table}: {said}{error}");
+        }
+        assert!(!said.contains("order_timeout") && !said.contains("_outbox"), "{said}");
+    });
+}
+
+#[test]
+fn index_of_partitioned_table_can_be_created() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, &text("partitioned", "schema.sql")).await;
+        let database = Database::connect(&env.settings.database, 2).await.unwrap();
+        let proposal = propose::propose(&database, &Kind::ORDER, Some("sales.orders")).await.unwrap();
+        assert!(proposal.ddl[0].contains("It blocks writes"), "{:?}", proposal.ddl);
+        let corrected = proposal.ddl[0].replace("WHERE status = ?", "WHERE status = 'pending'");
+        execute(&env, &corrected).await;
+    });
+}
+
 /// Seats that are held for a range of time; the table names neither a deadline nor the usual statuses.
 const SEATS: &str = "CREATE SCHEMA box;
     CREATE TABLE box.bookings (event_id uuid, seat_no text, hold tstzrange, status text, PRIMARY KEY (event_id, seat_no));
