@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use order_timeout::cli::{Cli, CommandOutcome};
+use order_timeout::cli::{Cli, CommandOutcome, is_wrong_usage};
 use order_timeout::observe::logging;
 use order_timeout::sanitize;
 
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     std::mem::forget(runtime);
     match outcome {
         Ok(outcome) => print(&outcome),
-        Err(error) => fail(&format!("{error:#}"), FAILED),
+        Err(error) => fail(&format!("{error:#}"), if is_wrong_usage(&error) { WRONG_SETTINGS } else { FAILED }),
     }
 }
 

@@ -18,7 +18,7 @@ use crate::postgres::{self, Database};
 #[derive(Debug, Args)]
 pub struct AdoptArgs {
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// The orders table, with its schema; without it the one that looks most like orders
     #[arg(long, value_name = "TABLE", conflicts_with_all = ["check", "accept_backlog"])]
     table: Option<String>,
@@ -31,6 +31,12 @@ pub struct AdoptArgs {
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
+}
+
+impl AdoptArgs {
+    pub(super) fn is_proposal(&self) -> bool {
+        !self.check && !self.accept_backlog
+    }
 }
 
 /// # Errors

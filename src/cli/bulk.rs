@@ -163,13 +163,17 @@ impl Bulk<'_> {
         output
     }
 
-    /// The report of a run that finds no order to change.
-    pub fn nothing(&self, progress: &Progress) -> CommandOutcome {
+    /// The report of a run that finds no order to change; `because` says what all that match have in common.
+    pub fn nothing(&self, progress: &Progress, because: &str) -> CommandOutcome {
         let mut output = CommandOutcome::default();
         if self.json {
             output.line(json!({ "run": self.run, "preview": self.preview, "result": progress }));
         } else {
-            output.line(format!("nothing to do: {} unpaid orders match, none to change", self.preview.orders));
+            output.line(match self.preview.orders {
+                0 => "nothing to do: no unpaid order matches".to_owned(),
+                1 => format!("nothing to do: 1 unpaid order matches, and {because}"),
+                orders => format!("nothing to do: {orders} unpaid orders match, and {because}"),
+            });
         }
         output
     }

@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, OfKind};
+use crate::cli::{CommandOutcome, OfKind, UsageError};
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::operations::close_orders::{EachClosed, close_each, close_each_unless_paused, close_many};
@@ -36,7 +36,7 @@ pub struct CloseArgs {
     #[command(flatten)]
     which: Which,
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     #[command(flatten)]
     operator: OperatorArgs,
     #[command(flatten)]
@@ -132,6 +132,11 @@ fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static
 }
 
 async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    if !settings.has_default_orders(&args.of.kind) {
+        return Err(UsageError::of(
+            "--where chooses from the default orders table, and the settings name another: SELECT the ids yourself, and give them to `order-timeout close ID…`",
+        ));
+    }
     let database = bulk::connect(&settings.database).await?;
     refuse_while_paused(&database, args).await?;
     let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
@@ -148,7 +153,7 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
         json: args.json,
     };
     if overdue.is_empty() {
-        return Ok(bulk.nothing(&with_not_due(Progress::default(), not_due)));
+        return Ok(bulk.nothing(&with_not_due(Progress::default(), not_due), "none of them is overdue"));
     }
     bulk.ask()?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;

@@ -14,9 +14,11 @@ use uuid::Uuid;
 
 use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, OfKind, parse_duration, parse_time};
+use crate::cli::{CommandOutcome, OfKind, UsageError, parse_duration, parse_time};
 use crate::config::Settings;
-use crate::operations::move_deadlines::{Move, MoveOutcome, MovedOrder, NewDeadline, move_deadlines, move_many};
+use crate::operations::move_deadlines::{
+    Move, MoveOutcome, MovedOrder, NewDeadline, has_moved, move_deadlines, move_many,
+};
 use crate::operations::orders_statements::{self, DeadlineStatement};
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
@@ -41,7 +43,7 @@ pub struct DeadlineArgs {
     #[command(flatten)]
     to: To,
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     #[command(flatten)]
     operator: OperatorArgs,
     #[command(flatten)]
@@ -88,6 +90,16 @@ enum Offset {
 }
 
 fn parse_offset(text: &str) -> Result<Offset, String> {
+    let offset = read_offset(text)?;
+    match offset {
+        Offset::Later(Duration::ZERO) | Offset::Earlier(Duration::ZERO) => {
+            Err("it moves no deadline; write how much later or earlier, such as +30m".to_owned())
+        }
+        _ => Ok(offset),
+    }
+}
+
+fn read_offset(text: &str) -> Result<Offset, String> {
     Ok(match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(later), _) => Offset::Later(parse_duration(later)?),
         (_, Some(earlier)) => Offset::Earlier(parse_duration(earlier)?),
@@ -112,14 +124,21 @@ impl To {
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     if !settings.has_default_orders(&args.of.kind) && args.which.condition.is_some() {
-        bail!(
-            "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself"
-        );
+        return Err(UsageError::of(
+            "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself",
+        ));
     }
-    if let Some(Offset::Later(duration) | Offset::Earlier(duration)) = args.to.r#in
+    if matches!(args.to.r#in, Some(Offset::Later(_) | Offset::Earlier(_)))
+        && !settings.has_default_orders(&args.of.kind)
+    {
+        return Err(UsageError::of(
+            "--in with a sign is for the default orders table; write the time from now, such as --in 30m",
+        ));
+    }
+    if let Some(Offset::FromNow(duration) | Offset::Later(duration) | Offset::Earlier(duration)) = args.to.r#in
         && duration > settings.delay.max_delay
     {
-        bail!("the deadline is unchanged: --in is longer than delay.max_delay; choose a shorter one");
+        return Err(UsageError::of(TOO_FAR));
     }
     match &args.which.condition {
         Some(condition) => move_chosen(condition, &args, &settings).await,
@@ -139,7 +158,7 @@ async fn move_mapped(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result
         DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
     };
     let NewDeadline::At(deadline) = request(args, settings, &database, Uuid::now_v7()).await?.to else {
-        bail!("--in with a sign is for the default orders table; write the time from now, such as --in 30m");
+        unreachable!("a sign is refused above")
     };
     let moved =
         database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
@@ -188,7 +207,17 @@ async fn move_mapped(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result
 /// If the database does not tell the time, or the deadline can be given to no order.
 async fn request(args: &DeadlineArgs, settings: &Settings, database: &Database, run: Uuid) -> anyhow::Result<Move> {
     let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
-    let (to, furthest) = (args.to.new_deadline(now), settings.delay.max_delay);
+    request_at(args, settings, (now, now), run)
+}
+
+/// `began` is when the run began, which `--in 30m` counts from.
+fn request_at(
+    args: &DeadlineArgs,
+    settings: &Settings,
+    (began, now): (Timestamp, Timestamp),
+    run: Uuid,
+) -> anyhow::Result<Move> {
+    let (to, furthest) = (args.to.new_deadline(began), settings.delay.max_delay);
     match to {
         NewDeadline::At(deadline) if deadline <= now => bail!(passed(&write_rfc3339(deadline))),
         // The alarm of a deadline beyond it would be parked, which raises an alert.
@@ -264,9 +293,12 @@ async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) 
     let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
     let choice =
         Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: args.resume };
+    if let Some(run) = args.resume {
+        require_same(run, condition, args, &database).await?;
+    }
     let chosen = table.choose(&choice).await?;
-    let run = args.resume.unwrap_or_else(Uuid::now_v7);
-    let request = request(args, settings, &database, run).await?;
+    let run = args.resume.unwrap_or_else(|| new_run(chosen.now, condition, args));
+    let request = request_at(args, settings, (began(run), chosen.now), run)?;
     let ids: Vec<OrderId> = chosen.orders.iter().map(|order| order.id.clone()).collect();
     let bulk = Bulk {
         args: &args.bulk,
@@ -276,13 +308,54 @@ async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) 
         json: args.json,
     };
     if ids.is_empty() {
-        return Ok(bulk.nothing(&Progress::default()));
+        return Ok(bulk.nothing(&Progress::default(), "none of them is left to move"));
     }
     bulk.ask()?;
     let stop = CancellationToken::new();
     let work = move_many(&database, &ids, &request, bulk.rate(), &stop, bulk.shows_progress());
     let progress = Bulk::until_stopped(&stop, work).await?;
-    Ok(bulk.report(&progress, &format!("run the same command again with --resume {run} to move the rest")))
+    let has_moved = [MoveOutcome::Later, MoveOutcome::Earlier].iter().any(|moved| progress.count(moved.as_str()) > 0);
+    let again = match has_moved || args.resume.is_some() {
+        true => format!("run the same command again with --resume {run} to move the rest"),
+        false => "run the same command again: nothing was moved".to_owned(),
+    };
+    Ok(bulk.report(&progress, &again))
+}
+
+/// The id of a run, which says what it was started with: when (a UUID of version 7), and a digest of what it moves and where to.
+fn new_run(now: Timestamp, condition: &str, args: &DeadlineArgs) -> Uuid {
+    let millis = u64::try_from(now.unix_micros() / 1_000).unwrap_or_default();
+    let version_and_random = 0x7000 | u64::from(fastrand::u16(..0x1000));
+    Uuid::from_u64_pair((millis << 16) | version_and_random, digest(condition, args))
+}
+
+/// When the run began, by the database's clock.
+fn began(run: Uuid) -> Timestamp {
+    let millis = i64::try_from(run.as_u64_pair().0 >> 16).unwrap_or_default();
+    Timestamp::from_unix_micros(millis * 1_000)
+}
+
+/// The last 64 bits of a run's id, with the variant in the first two.
+fn digest(condition: &str, args: &DeadlineArgs) -> u64 {
+    let started_with = format!("{}\n{:?}\n{condition}", args.of.kind, args.to);
+    // FNV-1a: the same in each version of the program.
+    let hash = started_with
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    (hash >> 2) | (1 << 63)
+}
+
+/// Refuses to go on with a run that is none, or was started with something else: its orders would be moved twice.
+async fn require_same(run: Uuid, condition: &str, args: &DeadlineArgs, database: &Database) -> anyhow::Result<()> {
+    let has_moved = has_moved(database, run).await.map_err(|error| anyhow!(one_line(&error)))?;
+    let why = match (has_moved, run.as_u64_pair().1 == digest(condition, args)) {
+        (true, true) => return Ok(()),
+        (false, _) => "no order was moved by such a run; correct its id, or leave --resume out to begin a new run",
+        (true, false) => {
+            "that run was started with another --where, --in, --deadline or --kind; give those with which it began, or leave --resume out to begin a new run"
+        }
+    };
+    Err(UsageError::of(format!("--resume {run}: {why}")))
 }
 
 /// The sentence with the database's own words, on one line and with their SQLSTATE.
@@ -296,6 +369,27 @@ fn with_one_line(fault: MoveDeadlineError) -> anyhow::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: DeadlineArgs,
+    }
+
+    #[test]
+    fn run_is_what_it_was_started_with() {
+        let args = |to: &str| {
+            Command::parse_from(["deadline", "--where", "true", "--in", to, "--why", "a test", "--rate", "9"]).args
+        };
+        let now = Timestamp::from_unix_micros(1_795_170_600_123_456);
+        let run = new_run(now, "true", &args("30m"));
+        assert_eq!((run.get_version_num(), run.get_variant()), (7, uuid::Variant::RFC4122));
+        assert_eq!(began(run).unix_micros(), 1_795_170_600_123_000);
+        let is_same = |condition: &str, to: &str| run.as_u64_pair().1 == digest(condition, &args(to));
+        assert!(is_same("true", "1800s"));
+        assert!(!is_same("true ", "30m") && !is_same("true", "+30m") && !is_same("true", "31m"));
+    }
 
     #[test]
     fn sign_counts_from_present_deadline() {
@@ -303,7 +397,7 @@ mod tests {
         assert_eq!(parse_offset("30m"), Ok(Offset::FromNow(minutes(30))));
         assert_eq!(parse_offset("+30m"), Ok(Offset::Later(minutes(30))));
         assert_eq!(parse_offset("-10m"), Ok(Offset::Earlier(minutes(10))));
-        for wrong in ["", "+", "-", "5", "--5m", "+-5m"] {
+        for wrong in ["", "+", "-", "5", "--5m", "+-5m", "+0s", "-0s"] {
             assert!(parse_offset(wrong).is_err(), "{wrong}");
         }
     }

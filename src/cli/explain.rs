@@ -17,7 +17,7 @@ pub struct ExplainArgs {
     #[command(flatten)]
     order: Order,
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,

@@ -19,7 +19,7 @@ const MOST_LINES: u32 = 24;
 #[derive(Debug, Args)]
 pub struct ForecastArgs {
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// How far to look, 1m to 7d
     #[arg(long, value_name = "DURATION", default_value = "6h", value_parser = parse_duration)]
     next: Duration,

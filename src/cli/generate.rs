@@ -20,7 +20,12 @@ pub struct CompletionsArgs {
 pub fn completions(args: &CompletionsArgs) -> anyhow::Result<CommandOutcome> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "order-timeout", &mut script);
-    Ok(CommandOutcome::verbatim(String::from_utf8(script)?))
+    let mut script = String::from_utf8(script)?;
+    if args.shell == Shell::Bash {
+        // clap_complete 4.6.11 writes a program's name with a hyphen in two ways, so that bash completes its first word only.
+        script = script.replace("order__subcmd__timeout", "order__timeout");
+    }
+    Ok(CommandOutcome::verbatim(script))
 }
 
 /// One page with all subcommands, in the format of `man`.

@@ -4,10 +4,9 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
 use clap::Args;
 
-use crate::cli::CommandOutcome;
+use crate::cli::{CommandOutcome, UsageError};
 use crate::config::Settings;
 use crate::http::{self, CLOSINGZ, LIVEZ, READYZ};
 
@@ -28,9 +27,14 @@ pub struct HealthArgs {
 /// # Errors
 /// If no worker answers, or `http.listen` names no address to ask.
 pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let listen =
-        settings.http.listen.0.context("http.listen is empty, so no worker can be asked; set it to its address")?;
-    ensure!(listen.port() != 0, "http.listen leaves the port open, so no worker can be asked; set it to its port");
+    let listen = settings
+        .http
+        .listen
+        .0
+        .ok_or_else(|| UsageError::of("http.listen is empty, so no worker can be asked; set it to its address"))?;
+    if listen.port() == 0 {
+        return Err(UsageError::of("http.listen leaves the port open, so no worker can be asked; set it to its port"));
+    }
     let path = match args {
         HealthArgs { live: true, .. } => LIVEZ,
         HealthArgs { closing: true, .. } => CLOSINGZ,

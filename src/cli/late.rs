@@ -3,15 +3,14 @@
 use order_timeout_core::kind::Kind;
 use std::num::NonZeroU32;
 
-use anyhow::bail;
 use clap::{Args, Subcommand};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::cli::CommandOutcome;
 use crate::cli::operator::OperatorArgs;
 use crate::cli::signals::Signals;
+use crate::cli::{CommandOutcome, UsageError};
 use crate::config::Settings;
 use crate::operations::late_payments::{
     LatePage, LatePayment, SettledAll, list, refund_all_due, refund_due, reopen, unavailable,
@@ -97,9 +96,9 @@ pub async fn run(command: LateCommand, settings: Settings) -> anyhow::Result<Com
     if let LateCommand::Settle(SettleArgs { how: How { reopen: true, .. }, .. }) = &command
         && !settings.has_default_orders(&Kind::ORDER)
     {
-        bail!(
-            "only orders of the default table can be reopened, and the settings name another: what your order needs to be open again is not known here; settle the payment with --refund-due, or reopen the order yourself"
-        );
+        return Err(UsageError::of(
+            "only orders of the default table can be reopened, and the settings name another: what your order needs to be open again is not known here; settle the payment with --refund-due, or reopen the order yourself",
+        ));
     }
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;

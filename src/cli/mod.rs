@@ -33,12 +33,18 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use order_timeout_client::ScheduleError;
 use order_timeout_core::duration;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::read_rfc3339;
-use order_timeout_core::order::Timestamp;
+use order_timeout_core::order::{OrderIdError, Timestamp};
 
 use crate::config::{Settings, SettingsError};
+use crate::operations::forecast::ForecastError;
+use crate::operations::orders_statements;
+use crate::operations::pause_closing::PauseError;
+use crate::operations::pending::PendingError;
+use crate::operations::prune_slots::PruneError;
 use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
@@ -64,6 +70,33 @@ then --set. A first run:
   order-timeout worker
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or settings.";
+
+/// What the command line and the settings alone show to be wrong: exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(String);
+
+impl UsageError {
+    fn of(why: impl Into<String>) -> anyhow::Error {
+        Self(why.into()).into()
+    }
+}
+
+/// Whether a command was used wrongly, whichever part of the program has found that.
+#[must_use]
+pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        let pending = cause.downcast_ref::<PendingError>();
+        cause.is::<UsageError>()
+            || cause.is::<SettingsError>()
+            || cause.is::<OrderIdError>()
+            || pending.is_some_and(|fault| !matches!(fault, PendingError::Unknown(_)))
+            || matches!(cause.downcast_ref(), Some(ForecastError::Reach(_)))
+            || matches!(cause.downcast_ref(), Some(PauseError::UnknownKind(..)))
+            || matches!(cause.downcast_ref(), Some(PruneError::NoWheel))
+            || matches!(cause.downcast_ref(), Some(ScheduleError::TooFar))
+    })
+}
 
 /// The sources of settings besides the environment.
 #[derive(Debug, Args)]
@@ -348,15 +381,36 @@ impl Command {
         }
     }
 
+    /// The kind whose orders it reads or changes.
+    fn kind(&self) -> Option<&Kind> {
+        let of = match self {
+            Self::Status(args) => &args.of,
+            Self::Show(args) => &args.of,
+            Self::Explain(args) => &args.of,
+            Self::Pending(args) => &args.of,
+            Self::Forecast(args) => &args.of,
+            Self::Deadline(args) => &args.of,
+            Self::Close(args) => &args.of,
+            Self::Sql(args) => &args.of,
+            // A kind whose table is only to be proposed need not be in the settings.
+            Self::Adopt(args) if !args.is_proposal() => &args.of,
+            _ => return None,
+        };
+        Some(&of.kind)
+    }
+
     /// Runs the command.
     ///
     /// # Errors
-    /// Any error, which becomes one sentence on standard error and exit code 1.
+    /// Any error, which becomes one sentence on standard error, and exit code 2 if [`is_wrong_usage`] says so, else 1.
     pub async fn run(self, given: &SettingsArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
         if self.is_about_broker() && !settings.delay.strategy.needs_broker() {
-            anyhow::bail!(
-                "delay.strategy is \"database\", so this deployment has no alarms and no broker; leave this command out, or choose a strategy with a broker"
-            );
+            return Err(UsageError::of(
+                "delay.strategy is \"database\", so this deployment has no alarms and no broker; leave this command out, or choose a strategy with a broker",
+            ));
+        }
+        if let Some(kind) = self.kind().filter(|kind| settings.orders_of(kind).is_none()) {
+            return Err(UsageError::of(orders_statements::why_no_orders(kind)));
         }
         match self {
             Self::Setup(args) => setup::run(args, settings).await,

@@ -20,7 +20,7 @@ who paused closing, since when and why.")]
 pub struct PauseArgs {
     /// Why, for the workers' pages and logs, the event closing.paused and the table closing_pauses
     #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
-    reason: String,
+    why: String,
     #[command(flatten)]
     of: OfPause,
 }
@@ -33,7 +33,7 @@ this moment.")]
 pub struct ResumeArgs {
     /// Why, for the event closing.resumed and the table closing_pauses
     #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
-    reason: Option<String>,
+    why: Option<String>,
     #[command(flatten)]
     of: OfPause,
 }
@@ -67,9 +67,9 @@ impl OfPause {
 /// # Errors
 /// If the kind is unknown, or the database cannot be used.
 pub async fn pause(args: &PauseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let PauseArgs { reason, of } = args;
+    let PauseArgs { why, of } = args;
     let database = of.database(settings).await?;
-    let paused = pause_closing::pause(&database, of.kind.as_ref(), reason, &of.who()).await?;
+    let paused = pause_closing::pause(&database, of.kind.as_ref(), why, &of.who()).await?;
     let mut output = CommandOutcome::default();
     if of.json {
         output.line(json!(paused));
@@ -86,9 +86,9 @@ pub async fn pause(args: &PauseArgs, settings: &Settings) -> anyhow::Result<Comm
 /// # Errors
 /// As of [`pause`]. Exit code 1 also if the kind is still paused.
 pub async fn resume(args: &ResumeArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let ResumeArgs { reason, of } = args;
+    let ResumeArgs { why, of } = args;
     let database = of.database(settings).await?;
-    let resumed = pause_closing::resume(&database, of.kind.as_ref(), reason.as_deref(), &of.who()).await?;
+    let resumed = pause_closing::resume(&database, of.kind.as_ref(), why.as_deref(), &of.who()).await?;
     let mut output = CommandOutcome { code: u8::from(!resumed.still_paused.is_empty()), ..CommandOutcome::default() };
     if of.json {
         output.line(json!(resumed));

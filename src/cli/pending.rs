@@ -17,7 +17,7 @@ use crate::postgres::{self, Database};
 #[derive(Debug, Args)]
 pub struct PendingArgs {
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// Deadlines within this time from the beginning of the window; 1h if --until is not given either
     #[arg(long, value_name = "DURATION", value_parser = parse_duration, conflicts_with = "until")]
     next: Option<Duration>,

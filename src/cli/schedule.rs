@@ -1,11 +1,13 @@
 //! `order-timeout schedule`: publishes an alarm by hand.
 
+use anyhow::Context;
 use clap::Args;
 use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::OrderId;
 use serde_json::json;
 
 use crate::cli::schedule_check::ScheduleCheck;
-use crate::cli::{CommandOutcome, OfKind, Order, When};
+use crate::cli::{CommandOutcome, OfKind, Order, UsageError, When};
 use crate::config::Settings;
 
 /// Arguments of `schedule`.
@@ -25,14 +27,15 @@ pub struct ScheduleArgs {
 /// # Errors
 /// If the broker cannot be reached or does not confirm.
 pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let (order_id, kind) = (args.order.id(), &args.of.kind);
+    let (order_id, kind) = (&OrderId::new(args.order.id()).context("not scheduled")?, &args.of.kind);
     // A worker parks an alarm of a kind that it does not know, and an operator is there to correct the name now.
     if !settings.all_kinds().contains(kind) {
-        anyhow::bail!(
+        return Err(UsageError::of(format!(
             "not scheduled: there is no kind \"{kind}\" in the settings; add [kinds.{kind}], or correct --kind"
-        );
+        )));
     }
     let mut check = ScheduleCheck::new(order_id, kind, &settings);
+    check.refuse_malformed().await?;
     let deadline = match &args.when {
         Some(when) if when.is_counted_from_now() => when.deadline(check.now().await),
         Some(when) => when.deadline(check.local_now()),

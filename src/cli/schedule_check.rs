@@ -8,12 +8,12 @@ use std::time::Duration;
 use anyhow::bail;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
-use order_timeout_core::order::Timestamp;
-use sqlx::PgConnection;
+use order_timeout_core::order::{OrderId, Timestamp};
 
+use crate::cli::UsageError;
 use crate::config::Settings;
-use crate::operations::orders_table::{OrderRow, is_uuid, read_row};
-use crate::postgres::{self, Database, one_line};
+use crate::operations::orders_table::{OrderRow, OrdersTable, is_uuid};
+use crate::postgres::{self, Database};
 
 /// How long connecting and answering may each take: a user waits for the command.
 const TIME_LIMIT: Duration = Duration::from_secs(2);
@@ -26,11 +26,12 @@ const SAME_DEADLINE: Duration = Duration::from_secs(1);
 struct OrderFacts {
     now: Timestamp,
     row: Option<OrderRow>,
+    is_malformed: bool,
 }
 
 /// The check of one order's alarm.
 pub(super) struct ScheduleCheck<'a> {
-    order_id: &'a str,
+    order_id: &'a OrderId,
     kind: &'a Kind,
     settings: &'a Settings,
     /// What the database has said, or why it has not; `None` if it was not asked yet.
@@ -39,16 +40,38 @@ pub(super) struct ScheduleCheck<'a> {
 
 impl<'a> ScheduleCheck<'a> {
     /// Asks nothing yet.
-    pub fn new(order_id: &'a str, kind: &'a Kind, settings: &'a Settings) -> Self {
+    pub fn new(order_id: &'a OrderId, kind: &'a Kind, settings: &'a Settings) -> Self {
         Self { order_id, kind, settings, found: None }
+    }
+
+    /// Refuses an id that no order of the kind can have: a worker would park its alarm.
+    ///
+    /// # Errors
+    /// One sentence.
+    pub async fn refuse_malformed(&mut self) -> anyhow::Result<()> {
+        let order_id = self.order_id;
+        if self.settings.has_default_orders(self.kind) && !is_uuid(order_id.as_str()) {
+            return Err(UsageError::of(format!(
+                "not scheduled: {:?} is no UUID, which the ids of the table orders are; correct it, or name your own table in the settings (kinds.order.table or orders.close_sql) here as well",
+                order_id.as_str()
+            )));
+        }
+        if self.settings.table_of(self.kind).is_some()
+            && let Some(Ok(OrderFacts { is_malformed: true, .. })) = self.look().await
+        {
+            return Err(UsageError::of(format!(
+                "not scheduled: {:?} has a form that no id of kinds.{}.table has; write it as that table prints it",
+                order_id.as_str(),
+                self.kind
+            )));
+        }
+        Ok(())
     }
 
     /// The time by the database's clock, which closes the order, if a database is named and answers; else by this
     /// machine's.
     pub async fn now(&mut self) -> Timestamp {
-        if self.can_have_row()
-            && let Ok(OrderFacts { now, .. }) = self.look().await
-        {
+        if let Some(Ok(OrderFacts { now, .. })) = self.look().await {
             return *now;
         }
         // It needs neither the table nor a session of its own.
@@ -72,66 +95,60 @@ impl<'a> ScheduleCheck<'a> {
     pub async fn deadline(&mut self) -> anyhow::Result<Timestamp> {
         const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
         let order_id = self.order_id;
-        if !self.settings.has_default_orders(self.kind) {
-            bail!(
-                "the deadline of an order in a table of your own (close_sql or a mapping) is not read from there; {GIVE_IT}"
-            );
-        }
-        if !self.settings.database.is_given() {
-            bail!("no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}");
-        }
-        if !is_uuid(order_id) {
-            bail!("{order_id:?} is no UUID, which the ids of the table orders are; correct it, or {GIVE_IT}");
+        if !self.has_rows() {
+            return Err(UsageError::of(format!(
+                "the deadline of an order in a table behind your own statements is not read from there; {GIVE_IT}"
+            )));
         }
         match self.look().await {
-            Ok(OrderFacts { row: Some(OrderRow { deadline: Some(deadline), .. }), .. }) => Ok(*deadline),
-            Ok(OrderFacts { row: Some(_), .. }) => {
+            None => Err(UsageError::of(format!(
+                "no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}"
+            ))),
+            Some(Ok(OrderFacts { row: Some(OrderRow { deadline: Some(deadline), .. }), .. }))
+                if deadline.can_be_due() =>
+            {
+                Ok(*deadline)
+            }
+            Some(Ok(OrderFacts { row: Some(_), .. })) => {
                 bail!(
                     "order {order_id} has no deadline, so it is never closed; {GIVE_IT} if it shall have an alarm all the same"
                 )
             }
-            Ok(OrderFacts { row: None, .. }) => {
-                bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")
+            Some(Ok(OrderFacts { row: None, .. })) => {
+                bail!("there is no order {order_id} in the orders table; create it first, or {GIVE_IT}")
             }
-            Err(fault) => bail!("the order's deadline cannot be read: {fault}; {GIVE_IT}"),
+            Some(Err(fault)) => bail!("the order's deadline cannot be read: {fault}; {GIVE_IT}"),
         }
     }
 
     /// One sentence for each problem of an alarm with this deadline.
     pub async fn remarks(&mut self, deadline: Timestamp) -> Vec<String> {
-        // The shop's own table is not read here.
-        if !self.settings.has_default_orders(self.kind) {
-            return passed(deadline, self.local_now());
-        }
-        if !is_uuid(self.order_id) {
-            let not_uuid = "the order's id is not a UUID in the usual form, as in the table orders; a worker parks this alarm (for your own table set orders.close_sql here as well)";
-            return [not_uuid.to_owned()].into_iter().chain(passed(deadline, self.local_now())).collect();
-        }
-        if !self.settings.database.is_given() {
-            return passed(deadline, self.local_now());
-        }
         let local_now = self.local_now();
         match self.look().await {
-            Ok(found) => odd(deadline, found),
-            Err(fault) => {
+            None => passed(deadline, local_now),
+            Some(Ok(found)) => odd(deadline, found),
+            Some(Err(fault)) => {
                 let unread = format!("the order's row was not compared with this alarm: {fault}");
                 passed(deadline, local_now).into_iter().chain([unread]).collect()
             }
         }
     }
 
-    /// Whether a row of the default table can be read for this id.
-    fn can_have_row(&self) -> bool {
-        self.settings.has_default_orders(self.kind) && self.settings.database.is_given() && is_uuid(self.order_id)
+    /// Whether the settings tell where a row is. Statements of the shop's own do not.
+    fn has_rows(&self) -> bool {
+        self.settings.has_default_orders(self.kind) || self.settings.table_of(self.kind).is_some()
     }
 
-    /// Asks the database the first time, and repeats its answer after that.
-    async fn look(&mut self) -> &Result<OrderFacts, String> {
+    /// Asks the database the first time, and repeats its answer after that; `None` if there is none to ask.
+    async fn look(&mut self) -> Option<&Result<OrderFacts, String>> {
+        if !self.has_rows() || !self.settings.database.is_given() {
+            return None;
+        }
         let found = match self.found.take() {
             Some(found) => found,
-            None => look(self.order_id, self.settings).await,
+            None => look(self.order_id, self.kind, self.settings).await,
         };
-        self.found.insert(found)
+        Some(self.found.insert(found))
     }
 }
 
@@ -143,10 +160,10 @@ fn passed(deadline: Timestamp, now: Timestamp) -> Vec<String> {
     (deadline <= now).then(sentence).into_iter().collect()
 }
 
-fn odd(deadline: Timestamp, OrderFacts { now, row }: &OrderFacts) -> Vec<String> {
+fn odd(deadline: Timestamp, OrderFacts { now, row, .. }: &OrderFacts) -> Vec<String> {
     let mut odd = passed(deadline, *now);
     match row {
-        None => odd.push("there is no such order in the table orders; without one a worker parks this alarm when retry.missing_for has passed".to_owned()),
+        None => odd.push("there is no such order in the orders table; without one a worker parks this alarm when retry.missing_for has passed".to_owned()),
         Some(OrderRow { status: Some(status), .. }) if status != "unpaid" => {
             odd.push(format!("the order is {status}, so this alarm closes nothing"));
         }
@@ -162,15 +179,19 @@ fn odd(deadline: Timestamp, OrderFacts { now, row }: &OrderFacts) -> Vec<String>
     odd
 }
 
-async fn look(order_id: &str, settings: &Settings) -> Result<OrderFacts, String> {
-    let mut settings = settings.database.clone();
-    settings.acquire_timeout = settings.acquire_timeout.min(TIME_LIMIT);
-    settings.statement_timeout = settings.statement_timeout.min(TIME_LIMIT);
-    settings.lock_timeout = settings.lock_timeout.min(TIME_LIMIT / 2);
-    let database = Database::connect(&settings, 1).await.map_err(|fault| fault.to_string())?;
-    let read = database.run(async |connection: &mut PgConnection| read_row(connection, order_id).await);
-    let (now, row) = read.await.map_err(|error| one_line(&error))?;
-    Ok(OrderFacts { now, row })
+async fn look(order_id: &OrderId, kind: &Kind, settings: &Settings) -> Result<OrderFacts, String> {
+    let mut limited = settings.clone();
+    let limits = &mut limited.database;
+    limits.acquire_timeout = limits.acquire_timeout.min(TIME_LIMIT);
+    limits.statement_timeout = limits.statement_timeout.min(TIME_LIMIT);
+    limits.lock_timeout = limits.lock_timeout.min(TIME_LIMIT / 2);
+    let database = Database::connect(&limited.database, 1).await.map_err(|fault| fault.to_string())?;
+    let orders = OrdersTable::open(database, &limited, kind).await.map_err(|fault| fault.to_string())?;
+    Ok(OrderFacts {
+        now: orders.now().await?,
+        row: orders.row(order_id).await?,
+        is_malformed: orders.is_malformed(order_id).await?,
+    })
 }
 
 #[cfg(test)]
@@ -183,7 +204,7 @@ mod tests {
 
     fn odd_of(status: &str, row_deadline: i64, deadline: i64, now: i64) -> String {
         let row = Some(OrderRow { status: Some(status.to_owned()), deadline: Some(at(row_deadline)) });
-        odd(at(deadline), &OrderFacts { now: at(now), row }).join("\n")
+        odd(at(deadline), &OrderFacts { now: at(now), row, is_malformed: false }).join("\n")
     }
 
     #[test]
@@ -195,7 +216,11 @@ mod tests {
         assert!(odd_of("paid", 100, 100, 50).contains("the order is paid"));
         assert!(odd_of("unpaid", 100, 100, 100).contains("has passed"));
         let never = Some(OrderRow { status: Some("unpaid".to_owned()), deadline: None });
-        assert!(odd(at(9), &OrderFacts { now: at(1), row: never }).concat().contains("no deadline"));
-        assert!(odd(at(9), &OrderFacts { now: at(1), row: None }).concat().contains("no such order"));
+        assert!(
+            odd(at(9), &OrderFacts { now: at(1), row: never, is_malformed: false }).concat().contains("no deadline")
+        );
+        assert!(
+            odd(at(9), &OrderFacts { now: at(1), row: None, is_malformed: false }).concat().contains("no such order")
+        );
     }
 }

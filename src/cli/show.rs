@@ -19,7 +19,7 @@ pub struct ShowArgs {
     #[command(flatten)]
     order: Order,
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,
@@ -77,7 +77,8 @@ fn row_in_words(ShownRow { status, deadline, remaining_s }: &ShownRow) -> String
             format!("{status}; its deadline {deadline} is in {}", duration(*seconds))
         }
         (Some(deadline), Some(seconds)) => format!("{status}; its deadline {deadline} was {} ago", duration(*seconds)),
-        _ => format!("{status}; it has no deadline"),
+        (Some(deadline), None) => format!("{status}; its deadline {deadline} is never due"),
+        (None, _) => format!("{status}; it has no deadline"),
     }
 }
 

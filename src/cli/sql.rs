@@ -12,7 +12,7 @@ use crate::postgres::Database;
 #[derive(Debug, Args)]
 pub struct SqlArgs {
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// Print one JSON object with the statements
     #[arg(long)]
     json: bool,

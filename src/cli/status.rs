@@ -20,7 +20,7 @@ const NO_BAR: char = '·';
 #[derive(Debug, Args)]
 pub struct StatusArgs {
     #[command(flatten)]
-    of: OfKind,
+    pub(super) of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,

@@ -1,12 +1,13 @@
 //! `order-timeout topology`: prints `definitions.json`; `topology prune` deletes empty slots of the wheel.
 
 use clap::{Args, Subcommand};
+use order_timeout_amqp::topology::Pruned;
 use order_timeout_core::delay::{RingSettings, Strategy};
 use serde_json::json;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::operations::prune_slots::prune_slots;
+use crate::operations::prune_slots::{Does, prune_slots};
 
 /// Arguments of `topology`.
 #[derive(Debug, Args)]
@@ -25,7 +26,7 @@ pub struct TopologyArgs {
 /// The subcommands of `topology`.
 #[derive(Debug, Subcommand)]
 enum TopologyCommand {
-    /// Delete slots of the wheel that are empty; a worker declares a slot again when an alarm needs it
+    /// Delete slots of the wheel that are empty; without --yes only shows them. A worker declares a slot again when an alarm needs it
     Prune(PruneArgs),
 }
 
@@ -35,6 +36,9 @@ struct PruneArgs {
     /// A ring that delay.rings no longer has, as its queues are named, such as 5s-24; may be repeated
     #[arg(long = "ring", value_name = "UNIT-SLOTS", value_parser = parse_ring)]
     rings: Vec<RingSettings>,
+    /// Delete them, instead of showing what would be deleted
+    #[arg(long)]
+    yes: bool,
     /// Print the deleted and the kept queues as JSON
     #[arg(long)]
     json: bool,
@@ -63,16 +67,27 @@ fn print(args: &TopologyArgs, mut settings: Settings) -> CommandOutcome {
 }
 
 async fn prune(args: &PruneArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let pruned = prune_slots(settings, &args.rings).await?;
-    let mut answer = CommandOutcome::default();
+    let does = if args.yes { Does::Delete } else { Does::Look };
+    let Pruned { deleted, kept, unknown } = prune_slots(settings, &args.rings, does).await?;
+    let mut answer = CommandOutcome { code: u8::from(!unknown.is_empty()), ..CommandOutcome::default() };
     if args.json {
-        let kept = pruned.kept.iter().map(|(queue, messages)| json!({ "queue": queue, "messages": messages }));
-        answer.line(json!({ "deleted": pruned.deleted, "kept": kept.collect::<Vec<_>>() }));
+        let kept: Vec<_> =
+            kept.iter().map(|(queue, messages)| json!({ "queue": queue, "messages": messages })).collect();
+        let unknown: Vec<_> = unknown.iter().map(|(queue, why)| json!({ "queue": queue, "why": why })).collect();
+        let (empty, deleted) = if args.yes { (vec![], deleted) } else { (deleted, vec![]) };
+        answer.line(json!({ "empty": empty, "deleted": deleted, "kept": kept, "unknown": unknown }));
         return Ok(answer);
     }
-    pruned.deleted.iter().for_each(|queue| answer.line(format!("deleted {queue}")));
-    pruned.kept.iter().for_each(|(queue, messages)| answer.line(format!("kept    {queue}: {messages} messages")));
-    let (deleted, kept) = (pruned.deleted.len(), pruned.kept.len());
-    answer.line(format!("{deleted} empty queues deleted, {kept} with messages kept"));
+    let word = if args.yes { "deleted" } else { "empty  " };
+    deleted.iter().for_each(|queue| answer.line(format!("{word} {queue}")));
+    kept.iter().for_each(|(queue, messages)| answer.line(format!("kept    {queue}: {messages} messages")));
+    unknown.iter().for_each(|(queue, why)| answer.line(format!("kept    {queue}: {why}")));
+    let (empty, kept) = (deleted.len(), kept.len());
+    answer.line(match args.yes {
+        true => format!("{empty} empty queues deleted, {kept} with messages kept"),
+        false => {
+            format!("{empty} empty queues, {kept} with messages, nothing done; add --yes to delete the empty ones")
+        }
+    });
     Ok(answer)
 }

@@ -1,6 +1,6 @@
 //! The log line about closed orders: how many, by which path, and how late.
 //!
-//! At info, at most once a minute; the first close of a worker is logged at once. Counts only, and names no order.
+//! At info, at most once a minute; the first close of a worker is logged at once, and the last ones when it stops. Counts only, and names no order.
 
 use std::time::Duration;
 
@@ -54,9 +54,12 @@ impl CloseLog {
 
     /// Logs what was noted, if there is anything and nothing was logged within the last minute.
     pub fn log_due(&mut self) {
-        if self.closed == Closed::default() || !self.throttle.is_due() {
-            return;
+        if self.closed != Closed::default() && self.throttle.is_due() {
+            self.log();
         }
+    }
+
+    fn log(&mut self) {
         let mut closed = std::mem::take(&mut self.closed);
         let (lateness_p50_ms, lateness_max_ms) = (millis(closed.median()), millis(closed.longest));
         let Closed { by_alarm, by_look_ahead, by_sweep, after_provider, settled, .. } = closed;
@@ -70,6 +73,15 @@ impl CloseLog {
             lateness_max_ms,
             "orders closed since the last line like this one"
         );
+    }
+}
+
+impl Drop for CloseLog {
+    /// A worker that stops says what it has closed last.
+    fn drop(&mut self) {
+        if self.closed != Closed::default() {
+            self.log();
+        }
     }
 }
 

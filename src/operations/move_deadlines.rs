@@ -11,6 +11,7 @@ use serde::Serialize;
 use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, Row};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use super::paced::{BatchError, BatchOutcomes, Progress, in_batches};
 use crate::postgres::{Database, ErrorClass, Operator, classify, one_line};
@@ -147,6 +148,16 @@ pub async fn move_deadlines(
         .bind(request.operator.run);
     let rows = database.run(async |connection: &mut PgConnection| update.fetch_all(connection).await).await?;
     rows.iter().map(read_moved).collect()
+}
+
+/// Whether this run has moved a deadline.
+///
+/// # Errors
+/// sqlx's.
+pub async fn has_moved(database: &Database, run: Uuid) -> Result<bool, sqlx::Error> {
+    let ask = sqlx::query_scalar("SELECT EXISTS (SELECT FROM order_events WHERE run = $1 AND event = 'extended')");
+    let ask = ask.bind(run);
+    database.run(async |connection| ask.fetch_one(connection).await).await
 }
 
 /// Moves the deadlines of many orders in batches, at most `rate` orders a second. `each` is told the progress.

@@ -12,7 +12,7 @@ use crate::postgres::{Database, DatabaseError, ErrorClass, classify, one_line};
 
 /// What to do while closing is paused: a sentence without its end.
 pub const HOW_TO_RESUME: &str =
-    "remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`";
+    "remove the cause for which closing was paused, then `order-timeout resume --who NAME --why TEXT`";
 
 /// Why nothing was changed.
 #[derive(Debug, thiserror::Error)]

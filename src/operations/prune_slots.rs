@@ -3,7 +3,7 @@
 //! Deletes no other queue, and none that holds a message.
 
 use order_timeout_amqp::connect::{self, BrokerError};
-use order_timeout_amqp::topology::{Pruned, Slot, Slots, TopologyError, prune};
+use order_timeout_amqp::topology::{Pruned, Slot, Slots, TopologyError, prunable, prune};
 use order_timeout_core::delay::{RingSettings, Strategy};
 
 use crate::config::Settings;
@@ -24,11 +24,20 @@ pub enum PruneError {
     NoWheel,
 }
 
+/// What pruning does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Does {
+    /// It says what it would delete.
+    Look,
+    /// It deletes.
+    Delete,
+}
+
 /// Prunes the rings of the settings, and `former`: rings that the settings no longer have.
 ///
 /// # Errors
 /// [`PruneError`]; what was deleted before it stays deleted.
-pub async fn prune_slots(settings: &Settings, former: &[RingSettings]) -> Result<Pruned, PruneError> {
+pub async fn prune_slots(settings: &Settings, former: &[RingSettings], does: Does) -> Result<Pruned, PruneError> {
     let names = settings.names();
     let slots: Vec<Slot> = if settings.delay.strategy == Strategy::DeadLetter {
         let rings = settings.delay.rings.iter().chain(former);
@@ -39,7 +48,10 @@ pub async fn prune_slots(settings: &Settings, former: &[RingSettings]) -> Result
         former.iter().flat_map(|ring| Slots::of_ring(&names, ring)).collect()
     };
     let connection = connect::connect(&settings.amqp, "prune").await?;
-    let pruned = prune(&names, &slots, &connection).await;
+    let pruned = match does {
+        Does::Look => prunable(&names, &slots, &connection).await,
+        Does::Delete => prune(&names, &slots, &connection).await,
+    };
     connect::close(&connection, settings.amqp.connect_timeout).await;
     Ok(pruned?)
 }

@@ -120,7 +120,7 @@ impl Contract {
         };
         if prepared.columns().is_empty() && parameters.is_empty() {
             return Err(DatabaseError(format!(
-                "{name} holds no statement that returns rows; write the statement of {} into it, see docs/ARCHITECTURE.md, \"The orders contract\"",
+                "{name} holds no statement that returns rows; write the statement of {} into it, see docs/OWN-SQL.md",
                 self.setting
             )));
         }

@@ -172,11 +172,11 @@ fn pause_is_shown_and_ended_by_keyboard() {
                      VALUES ('order', 'brake', $1, 'the worker on shop-1')";
         sqlx::query(pause).bind(why).execute(&env.pool).await.unwrap();
         browser.wait_for_text("#paused", "brake: the worker on shop-1").await;
-        let command = ["resume", "--reason", "a test of the command"];
+        let command = ["resume", "--why", "a test of the command"];
         let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
         assert_eq!(code, 0, "{said}{fault}");
         browser.wait_for_text("#verdict", ON_TIME).await;
-        let command = ["pause", "--reason", "the callbacks of the provider are missing", "--who", "night shift"];
+        let command = ["pause", "--why", "the callbacks of the provider are missing", "--who", "night shift"];
         let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
         assert_eq!(code, 0, "{said}{fault}");
         browser.wait_for_text("#verdict", "Closing is paused: no order is closed until it is resumed.").await;

@@ -39,7 +39,7 @@ async fn braked_because(env: &TestEnv) -> String {
 }
 
 async fn resume(env: &TestEnv) {
-    let (code, said, why) = call_with(&env.settings, &["resume", "--reason", "the cause is gone"]).await;
+    let (code, said, why) = call_with(&env.settings, &["resume", "--why", "the cause is gone"]).await;
     assert_eq!(code, 0, "{said}{why}");
 }
 

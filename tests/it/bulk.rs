@@ -9,6 +9,7 @@ use std::time::Duration;
 use order_timeout_core::order::Timestamp;
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Executor};
+use uuid::Uuid;
 
 use order_timeout_testkit::linux::{self, Signal};
 use order_timeout_testkit::process::{call_with, order_timeout};
@@ -258,6 +259,17 @@ fn interrupted_run_is_resumed() {
         assert_eq!(env.count(moved).await, later, "what it reports is done");
 
         let run = answer["run"].as_str().unwrap().to_owned();
+        let other = Uuid::now_v7().to_string();
+        for (arguments, part) in [
+            (["--where", "channel = 'app'", "--in", "+30m", "--resume", &other], "no order was moved by such a run"),
+            (["--where", "channel = 'app'", "--in", "+31m", "--resume", &run], "was started with another"),
+            (["--where", "channel = 'app'", "--in", "30m", "--resume", &run], "was started with another"),
+            (["--where", "true", "--in", "+30m", "--resume", &run], "was started with another"),
+        ] {
+            let (code, _, stderr) = call(&env, &[&["deadline", "--yes"][..], &arguments, &WHY].concat()).await;
+            assert!(code == 2 && stderr.contains(part), "{arguments:?}: {stderr}");
+        }
+        assert_eq!(env.count(moved).await, later, "nothing moved twice");
         let (code, stdout, _) = call(&env, &[&command[..], &["--rate", "10000", "--resume", &run]].concat()).await;
         let answer: Value = serde_json::from_str(&stdout).unwrap();
         assert_eq!((code, answer["result"]["outcomes"]["later"].as_i64()), (0, Some(left)));
@@ -311,6 +323,21 @@ fn single_order_has_sign_and_history() {
 }
 
 #[test]
+fn nothing_to_do_says_why() {
+    TestEnv::builder().run(async |env| {
+        env.order(3_600 * SECOND).await;
+        env.order(3_600 * SECOND).await;
+        for (condition, said) in [
+            ("true", "nothing to do: 2 unpaid orders match, and none of them is overdue\n"),
+            ("false", "nothing to do: no unpaid order matches\n"),
+        ] {
+            let (code, stdout, stderr) = call(&env, &[&["close", "--where", condition][..], &WHY].concat()).await;
+            assert_eq!((code, stdout.as_str()), (0, said), "{stderr}");
+        }
+    });
+}
+
+#[test]
 fn own_statements_refuse_conditions() {
     TestEnv::builder()
         .settings(|settings| {
@@ -323,7 +350,7 @@ fn own_statements_refuse_conditions() {
                 (&["deadline", "--in", "1h"], "update its row yourself"),
             ] {
                 let (code, _, stderr) = call(&env, &[command, &["--where", "true", "--yes"], &WHY].concat()).await;
-                assert!(code == 1 && stderr.contains(part), "{stderr}");
+                assert!(code == 2 && stderr.contains(part), "{stderr}");
             }
         });
 }

@@ -384,7 +384,8 @@ fn distinguishes_missing_queues_from_unreachable_broker() {
     TestEnv::builder().run(async |env| {
         let mut settings = env.settings.clone();
         settings.namespace = format!("{}-other", settings.namespace);
-        let arguments = ["schedule", "--order-id", "order-1", "--in", "30m"];
+        let id = Uuid::now_v7().to_string();
+        let arguments = ["schedule", "--order-id", &id, "--in", "30m"];
         assert_call_fails(
             &settings,
             &arguments,
@@ -527,11 +528,11 @@ fn setup_is_idempotent() {
 fn schedule_reports_the_published_alarm() {
     TestEnv::builder().run(async |env| {
         let inbox = env.names().schedule();
+        let id = Uuid::now_v7().to_string();
         let (code, stdout, stderr) =
-            call(&env, &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"])
-                .await;
-        assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
-        let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
+            call(&env, &["schedule", "--order-id", &id, "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"]).await;
+        assert!(code == 0 && sentence(&stderr).contains("no such order"), "{stderr}");
+        let expected = json!({ "order_id": id, "deadline": "2030-01-02T02:04:05.678Z" });
         assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
         wait_for("the alarm in the inbox", async || env.depth(&inbox).await == 1).await;
         let got =
@@ -539,10 +540,9 @@ fn schedule_reports_the_published_alarm() {
         assert_eq!(serde_json::from_slice::<Value>(&got.delivery.data).unwrap(), expected, "it reports what it sent");
 
         let before = env.order(Duration::from_secs(90)).await.deadline;
-        let (code, stdout, stderr) = call(&env, &["schedule", "order-2", "--in", "90s"]).await;
-        assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
-        let reported =
-            stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
+        let (code, stdout, stderr) = call(&env, &["schedule", &id, "--in", "90s"]).await;
+        assert!(code == 0 && sentence(&stderr).contains("no such order"), "{stderr}");
+        let (_, reported) = stdout.trim_end().split_once(" at ").unwrap_or_else(|| panic!("{stdout}"));
         let reported = order_timeout_core::message::read_rfc3339(reported).unwrap();
         let drift = reported.since(before).max(before.since(reported));
         assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
@@ -570,8 +570,8 @@ fn schedule_reports_differing_row() {
         assert!(remarks(settings, &paid.id.to_string(), &["--in", "60s"]).await.contains("the order is paid"));
         let unknown = Uuid::now_v7().to_string();
         assert!(remarks(settings, &unknown, &["--in", "60s"]).await.contains("no such order"));
-        let late = remarks(settings, "17", &["--deadline", "2020-01-01T00:00:00Z"]).await;
-        assert!(late.contains("is not a UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
+        let late = remarks(settings, &unknown, &["--deadline", "2020-01-01T00:00:00Z"]).await;
+        assert!(late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
 
         // The alarm is sent even if the database is unavailable.
         let mut unreachable = settings.clone();
@@ -623,17 +623,74 @@ fn failing_worker_names_no_page() {
 #[test]
 fn schedule_refuses_with_reason() {
     TestEnv::builder().run(async |env| {
-        let long_id = "x".repeat(5_000);
+        let (long_id, id) = ("x".repeat(5_000), Uuid::now_v7().to_string());
         for (arguments, part) in [
             (["--order-id", "", "--in", "30m"], "order id is empty"),
             (["--order-id", &long_id, "--in", "30m"], "order id"),
-            (["--order-id", "order-1", "--in", "11years"], "delay.max_delay"),
-            (["--order-id", "order-1", "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
+            (["--order-id", "not-an-id", "--in", "30m"], "is no UUID"),
+            (["--order-id", &id, "--in", "11years"], "delay.max_delay"),
+            (["--order-id", &id, "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
         ] {
             let arguments = [&["schedule"][..], &arguments].concat();
-            assert_call_fails(&env.settings, &arguments, &["not scheduled", part]).await;
+            let (code, _, stderr) = call(&env, &arguments).await;
+            assert_eq!(code, 2, "{arguments:?}: {stderr}");
+            for part in ["not scheduled", part] {
+                assert!(sentence(&stderr).contains(part), "{arguments:?}: {stderr}");
+            }
         }
         assert_eq!(env.depth(&env.names().schedule()).await, 0);
+    });
+}
+
+/// What the command line and the settings alone show to be wrong, beside what clap refuses.
+#[test]
+fn usage_errors_exit_with_2() {
+    TestEnv::builder().run(async |env| {
+        let id = Uuid::now_v7().to_string();
+        let own = ["orders.close_sql=a", "orders.overdue_sql=b"];
+        let kind = ["--kind", "nope"];
+        let cases: &[(&[&str], &[&str], &str)] = &[
+            (&[], &["show", ""], "order id is empty"),
+            (&[], &["explain", "a\tb"], "control character"),
+            (&[], &["close", ""], "order id is empty"),
+            (&[], &["deadline", "", "--in", "5m"], "order id is empty"),
+            (&[], &["closing", "retry", ""], "order id is empty"),
+            (&[], &["schedule", "not-an-id", "--in", "5m"], "is no UUID"),
+            (&[], &["deadline", &id, "--in", "100years"], "delay.max_delay"),
+            (&[], &["deadline", &id, "--in", "+100years"], "delay.max_delay"),
+            (&[], &["deadline", &id, "--in", "+0s"], "moves no deadline"),
+            (&[], &["pending", "--limit", "0"], "1 to 1000"),
+            (&[], &["pending", "--after", "nowhere"], "end of a page"),
+            (&[], &["pending", "--from", "2030-01-01T00:00:00Z", "--until", "2029-01-01T00:00:00Z"], ""),
+            (&[], &["forecast", "--next", "1s"], ""),
+            (&[], &["health"], "http.listen"),
+            (&["delay.strategy=database"], &["schedule", &id, "--in", "5m"], "no broker"),
+            (&["delay.strategy=database"], &["topology", "prune"], "no broker"),
+            (&own, &["deadline", "--where", "true", "--in", "5m", "--why", "x"], "default orders table"),
+            (&own, &["close", "--where", "true", "--why", "x"], "default orders table"),
+            (&own, &["deadline", "1", "--in", "+5m"], "with a sign"),
+            (&own, &["late", "settle", "1", "--reopen", "--why", "x"], "default table"),
+            (&own, &["schedule", "1"], "--in 30m"),
+            (&[], &["pause", "--why", "x", kind[0], kind[1]], "nope"),
+            (&[], &["resume", kind[0], kind[1]], "nope"),
+            (&[], &["status", kind[0], kind[1]], "nope"),
+            (&[], &["show", "1", kind[0], kind[1]], "nope"),
+            (&[], &["explain", "1", kind[0], kind[1]], "nope"),
+            (&[], &["pending", kind[0], kind[1]], "nope"),
+            (&[], &["forecast", kind[0], kind[1]], "nope"),
+            (&[], &["close", "1", kind[0], kind[1]], "nope"),
+            (&[], &["deadline", "1", "--in", "5m", kind[0], kind[1]], "nope"),
+            (&[], &["schedule", "1", "--in", "5m", kind[0], kind[1]], "nope"),
+            (&[], &["sql", kind[0], kind[1]], "nope"),
+            (&[], &["adopt", "--check", kind[0], kind[1]], "nope"),
+            (&[], &["adopt", "--accept-backlog", kind[0], kind[1]], "nope"),
+        ];
+        for (settings, arguments, part) in cases {
+            let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+            let arguments: Vec<&str> = settings.chain(arguments.iter().copied()).collect();
+            let (code, _, stderr) = call(&env, &arguments).await;
+            assert!(code == 2 && stderr.contains(part), "{arguments:?}: {code} {stderr}");
+        }
     });
 }
 

@@ -84,7 +84,7 @@ fn due_unpaid_orders_are_named_once() {
 fn held_closing_is_reported_as_held() {
     TestEnv::builder().run(async |env| {
         let order = env.order(Duration::ZERO).await;
-        let (code, _, why) = call_with(&env.settings, &["pause", "--reason", "the callbacks are missing"]).await;
+        let (code, _, why) = call_with(&env.settings, &["pause", "--why", "the callbacks are missing"]).await;
         assert_eq!(code, 0, "{why}");
         let mut dry_run = DryRun::prepare(env.settings.clone()).await.unwrap();
         let findings = dry_run.look().await.unwrap();

@@ -214,7 +214,7 @@ fn explain_names_pause_that_holds_order() {
             let (code, said, fault) = call_with(&env.settings, arguments).await;
             assert_eq!(code, 0, "{said}{fault}");
         };
-        call(&["pause", "--reason", "no callbacks arrive", "--who", "night shift"]).await;
+        call(&["pause", "--why", "no callbacks arrive", "--who", "night shift"]).await;
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
         let due = "SELECT count(*) FROM orders WHERE expires_at < clock_timestamp()";
         wait_for("it is overdue", async || env.count(due).await == 1).await;
@@ -223,11 +223,11 @@ fn explain_names_pause_that_holds_order() {
         assert!(because.contains("closing is paused since") && because.contains("no callbacks arrive"), "{told:#}");
         assert!(told["open"]["what_to_do"].as_str().unwrap().contains("order-timeout resume"), "{told:#}");
         place(&told, "closing_pauses", "closing was paused (operator) by night shift: no callbacks arrive");
-        call(&["resume", "--reason", "they arrive", "--who", "day shift"]).await;
+        call(&["resume", "--why", "they arrive", "--who", "day shift"]).await;
         wait_for("the close", async || env.status(&order).await == "closed").await;
         worker.stop().await;
         // A pause that is over before the deadline, and one after the close, have held nothing.
-        call(&["pause", "--reason", "later"]).await;
+        call(&["pause", "--why", "later"]).await;
         call(&["resume"]).await;
         let told = explained(&env.settings, &order).await;
         let places = [

@@ -40,7 +40,7 @@ fn paused_workers_close_nothing() {
         let worker = env.worker().await;
         let first = env.order(Duration::ZERO).await;
         wait_for("the first close", async || env.status(&first).await == "closed").await;
-        let said = succeed(&env, &["pause", "--reason", WHY, "--who", "night shift"]).await;
+        let said = succeed(&env, &["pause", "--why", WHY, "--who", "night shift"]).await;
         assert!(said.contains("by night shift") && said.contains(WHY), "{said}");
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
         // By the sweep, by alarms, and by alarms that a worker holds.
@@ -80,9 +80,7 @@ fn paused_workers_close_nothing() {
         let finding =
             found["checks"].as_array().unwrap().iter().find(|check| check["name"] == "orders_overdue").unwrap();
         assert!(finding.to_string().contains(WHY), "{finding}");
-        assert!(
-            succeed(&env, &["resume", "--reason", "they are back"]).await.starts_with("resumed; closing was paused")
-        );
+        assert!(succeed(&env, &["resume", "--why", "they are back"]).await.starts_with("resumed; closing was paused"));
         wait_for("everything that is due is closed", async || env.closed().await == 36).await;
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 0.0).await;
         wait_for("the page says so", async || get(&worker, CLOSINGZ).await == (200, "closing\n".into())).await;
@@ -113,7 +111,7 @@ fn pause_of_another_kind_changes_nothing() {
         let order = env.order(Duration::ZERO).await;
         wait_for("the close", async || env.status(&order).await == "closed").await;
         // Of all kinds at once, although one is paused already.
-        succeed(&env, &["pause", "--reason", WHY]).await;
+        succeed(&env, &["pause", "--why", WHY]).await;
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
         let (code, said, _) = call(&env, &["resume", "--kind", "order"]).await;
         assert!(code == 1 && said.contains("pause of all kinds"), "{code} {said}");
@@ -128,8 +126,8 @@ fn pause_of_another_kind_changes_nothing() {
 fn manual_close_is_refused_while_paused() {
     TestEnv::builder().run(async |env| {
         let (order, other) = (env.order(Duration::ZERO).await, env.order(Duration::ZERO).await);
-        succeed(&env, &["pause", "--reason", WHY, "--kind", "order"]).await;
-        let again = succeed(&env, &["pause", "--reason", "another", "--kind", "order"]).await;
+        succeed(&env, &["pause", "--why", WHY, "--kind", "order"]).await;
+        let again = succeed(&env, &["pause", "--why", "another", "--kind", "order"]).await;
         assert!(again.contains("nothing changed") && again.contains(WHY), "{again}");
         let id = order.id.to_string();
         let (code, _, why) = call(&env, &["close", &id]).await;
@@ -139,7 +137,7 @@ fn manual_close_is_refused_while_paused() {
         assert_eq!(env.status(&order).await, "unpaid");
         succeed(&env, &["close", &id, "--although-paused"]).await;
         assert_eq!((env.status(&order).await, env.status(&other).await), ("closed".into(), "unpaid".into()));
-        let (code, _, why) = call(&env, &["pause", "--reason", "x", "--kind", "unknown"]).await;
+        let (code, _, why) = call(&env, &["pause", "--why", "x", "--kind", "unknown"]).await;
         assert!(code == 1 && why.contains("no kind \"unknown\""), "{why}");
         assert_eq!(succeed(&env, &["resume", "--kind", "order"]).await.lines().count(), 1);
         assert_eq!(succeed(&env, &["resume"]).await, "nothing is paused\n");
@@ -155,7 +153,7 @@ fn pause_stops_manual_close_between_batches() {
         let (closing, settings) = (async { call(&env, &close).await }, &env.settings);
         let pausing = async {
             wait_for("the first close", async || env.closed().await > 0).await;
-            let (code, _, why) = call_with(settings, &["pause", "--reason", WHY]).await;
+            let (code, _, why) = call_with(settings, &["pause", "--why", WHY]).await;
             assert_eq!(code, 0, "{why}");
             env.closed().await
         };

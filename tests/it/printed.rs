@@ -64,6 +64,57 @@ fn completions_and_manual_cover_every_command() {
     assert_eq!(code, 0);
 }
 
+/// A shell, and a program that prints what the shell itself completes: `$1` is the printed script, `$2` a word to wait for, and
+/// the rest is typed.
+const SHELLS: [(&str, &str); 3] = [
+    (
+        "bash",
+        r#"source "$1"; shift 2
+           COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+           completer=$(complete -p order-timeout); completer=${completer#*-F }; completer=${completer%% *}
+           "$completer" "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+           printf '%s\n' "${COMPREPLY[@]}""#,
+    ),
+    (
+        "zsh",
+        r#"zmodload zsh/zpty
+           zpty shell 'TERM=dumb exec zsh -f -i'
+           zpty -w shell "autoload -Uz compinit; compinit -u -D; source $1; print rea''dy"
+           zpty -r shell said '*ready*'
+           zpty -n -w shell "${*[3,-1]}"$'\t'
+           zpty -r shell said "*$2*"
+           print -r -- "$said""#,
+    ),
+    ("fish", r#"source $argv[2]; complete -C (string join ' ' -- $argv[4..-1])"#),
+];
+
+#[test]
+fn shells_complete_subcommands_and_options() {
+    for (shell, program) in SHELLS {
+        if std::process::Command::new(shell).arg("--version").output().is_err() {
+            let why = format!("{shell} is not installed");
+            order_timeout_testkit::skip::skipped("shells_complete_subcommands_and_options", &why);
+            continue;
+        }
+        let script = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(script.path(), printed(&["completions", shell])).unwrap();
+        for (words, offered) in [
+            (&["order-timeout", "pa"][..], "parked"),
+            (&["order-timeout", "parked", ""], "retry"),
+            (&["order-timeout", "parked", "retry", "--"], "--reason"),
+            (&["order-timeout", "topology", "prune", "--"], "--ring"),
+            (&["order-timeout", "deadline", "--"], "--resume"),
+        ] {
+            // A shell that does not offer the word waits for it forever.
+            let mut typed = std::process::Command::new("timeout");
+            typed.args(["30", shell, "-c", program, shell]).arg(script.path()).arg(&offered[1..]).args(words);
+            let (code, stdout, stderr) = run(&mut typed);
+            let is_offered = stdout.split_whitespace().any(|word| word == offered);
+            assert!(is_offered, "{shell} {words:?}: {code} {stdout}{stderr}");
+        }
+    }
+}
+
 #[test]
 fn version_begins_with_the_crates() {
     let version = printed(&["--version"]);
@@ -83,13 +134,11 @@ fn schedule_takes_deadline_from_row() {
         let unknown = uuid::Uuid::now_v7().to_string();
         let mut own = env.settings.clone();
         (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
-        for (settings, id, part) in [
-            (&env.settings, unknown.as_str(), "there is no order"),
-            (&env.settings, "17", "is no UUID"),
-            (&own, "17", "close_sql"),
-        ] {
+        for (settings, id, part) in
+            [(&env.settings, unknown.as_str(), "there is no order"), (&own, "17", "your own statements")]
+        {
             let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
-            assert_eq!((code, stdout.as_str()), (1, ""), "{id}");
+            assert_eq!((code, stdout.as_str()), (if id == "17" { 2 } else { 1 }, ""), "{id}");
             assert!(stderr.contains(part) && stderr.contains("--in 30m"), "{stderr}");
         }
     });

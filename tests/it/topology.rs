@@ -328,7 +328,15 @@ fn prune_deletes_only_empty_slots() {
         env.declare_slots().await;
         let kept = queues(&env, "wheel.5s-12.03").remove(0).name;
         leave_a_message_in(&env, &kept).await;
+        let there = queues(&env, "wheel.").len();
         let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune"]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        assert!(
+            stdout.ends_with("23 empty queues, 1 with messages, nothing done; add --yes to delete the empty ones\n"),
+            "{stdout}"
+        );
+        assert_eq!(queues(&env, "wheel.").len(), there);
+        let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune", "--yes"]).await;
         assert_eq!((code, stderr.as_str()), (0, ""));
         assert!(stdout.contains(&format!("kept    {kept}: 1 messages")), "{stdout}");
         assert!(stdout.ends_with("23 empty queues deleted, 1 with messages kept\n"), "{stdout}");
@@ -350,7 +358,7 @@ fn prune_takes_former_rings() {
         let slots: Vec<Slot> = Slots::of_ring(&env.names(), &former).collect();
         topology::declare_slots(&env.names(), &slots, &env.broker).await.all().unwrap();
         let (code, stdout, _) =
-            process::call_with(&env.settings, &["topology", "prune", "--ring", "7s-6", "--json"]).await;
+            process::call_with(&env.settings, &["topology", "prune", "--ring", "7s-6", "--json", "--yes"]).await;
         let pruned: serde_json::Value = serde_json::from_str(&stdout).unwrap();
         assert_eq!((code, pruned["deleted"].as_array().unwrap().len()), (0, 6));
         let (code, _, stderr) = process::call_with(&env.settings, &["topology", "prune", "--ring", "7s"]).await;

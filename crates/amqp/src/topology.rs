@@ -32,7 +32,7 @@ pub use error::TopologyError;
 use error::{Object, explain};
 pub use inspect::{Comparison, Head, PROBE_TYPE, SeenQueue, find_queue, peek};
 pub use names::{DUE_KEY, Names, in_shell};
-pub use prune::{Pruned, prune};
+pub use prune::{Pruned, prunable, prune};
 pub use publishing::require_alarm_exchanges;
 pub use slots::{Declared, Slot, Slots, declare_slots};
 

@@ -123,8 +123,8 @@ mod tests {
     fn commands_are_shown_as_code() {
         let text = with_code("run `order-timeout close ID` <now>").into_string();
         assert_eq!(text, "run <code>order-timeout close ID</code> &lt;now&gt;");
-        let text = with_code("then `order-timeout resume --reason TEXT`").into_string();
-        let (command, link) = ("<code>order-timeout resume --reason TEXT</code>", "<a href=\"/pauses\">Pauses</a>");
+        let text = with_code("then `order-timeout resume --why TEXT`").into_string();
+        let (command, link) = ("<code>order-timeout resume --why TEXT</code>", "<a href=\"/pauses\">Pauses</a>");
         assert_eq!(text, format!("then {command} (or on the page {link})"));
     }
 

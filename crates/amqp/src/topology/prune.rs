@@ -26,23 +26,52 @@ pub struct Pruned {
     pub deleted: Vec<String>,
     /// Queues that hold messages, with their number, and stay as they are.
     pub kept: Vec<(String, u32)>,
+    /// Queues whose messages cannot be seen, with the reason: one without a leader does not keep the others.
+    pub unknown: Vec<(String, String)>,
+}
+
+/// What [`prune`] would do now: `deleted` is what it would delete.
+///
+/// # Errors
+/// [`TopologyError`] if the connection is lost.
+pub async fn prunable(names: &Names, slots: &[Slot], connection: &Connection) -> Result<Pruned, TopologyError> {
+    let (empty, mut pruned) = sort(names, slots, connection).await?;
+    pruned.deleted = empty.into_iter().map(|slot| slot.queue.name.clone()).collect();
+    Ok(pruned)
+}
+
+/// Those that are empty, and the others.
+async fn sort<'a>(
+    names: &Names,
+    slots: &'a [Slot],
+    connection: &Connection,
+) -> Result<(Vec<&'a Slot>, Pruned), TopologyError> {
+    let (mut empty, mut pruned) = (Vec::new(), Pruned::default());
+    for slot in slots {
+        let queue = slot.queue.name.clone();
+        match messages_in(slot, connection).await {
+            Ok(None) => {}
+            Ok(Some(0)) => empty.push(slot),
+            Ok(Some(messages)) => pruned.kept.push((queue, messages)),
+            Err(error) => {
+                let why = explain(names, Object::Queue(&queue), &error);
+                if !connection.status().connected() {
+                    return Err(why);
+                }
+                pruned.unknown.push((queue, why.to_string()));
+            }
+        }
+    }
+    Ok((empty, pruned))
 }
 
 /// Deletes those of these slots that exist and are empty.
 ///
 /// # Errors
-/// [`TopologyError`] for the first queue that the broker does not let this user inspect, unbind or delete.
+/// [`TopologyError`] for the first queue that the broker does not let this user unbind or delete, or if the connection is lost.
 pub async fn prune(names: &Names, slots: &[Slot], connection: &Connection) -> Result<Pruned, TopologyError> {
     let failed = |object: Object<'_>, error: &lapin::Error| explain(names, object, error);
-    let mut pruned = Pruned::default();
-    let mut empty = Vec::new();
-    for slot in slots {
-        match messages_in(slot, connection).await.map_err(|error| failed(Object::Queue(&slot.queue.name), &error))? {
-            None => {}
-            Some(0) => empty.push(slot),
-            Some(messages) => pruned.kept.push((slot.queue.name.clone(), messages)),
-        }
-    }
+    let (empty, mut pruned) = sort(names, slots, connection).await?;
     let channel = open_channel(connection).await?;
     for slot in &empty {
         let (queue, from) = (slot.queue.name.as_str().into(), slot.binding.exchange.as_str().into());
