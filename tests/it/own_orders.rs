@@ -141,7 +141,7 @@ fn example_closes_every_bigint() {
     on_example(async |env| {
         let ids = bigints();
         let insert = "INSERT INTO public.purchases (id, pay_until)
-                      SELECT id, CASE WHEN id % 3 = 0 OR id < -9223372036854775807 THEN '-infinity' ELSE now() - interval '1 min' END
+                      SELECT id, CASE WHEN id % 3 = 0 OR id < -9223372036854775807 THEN '0001-01-01 00:00:00+00' ELSE now() - interval '1 min' END
                       FROM unnest($1::bigint[]) AS id";
         sqlx::query(insert).bind(&ids).execute(&env.pool).await.unwrap();
         for limit in [1, 7, 1_000] {
@@ -304,9 +304,9 @@ fn orders_without_finite_deadline_stay() {
         )
         .await;
         let found: Vec<String> = swept(&env, 1).await.iter().map(|order| order.order_id.to_string()).collect();
-        assert_eq!(found, ["3"], "only -infinity is overdue");
+        assert_eq!(found, Vec::<String>::new());
         let ids = ["1", "2", "3"].map(str::to_owned);
-        assert_eq!(close(&closer(&env).await, &ids).await, [Outcome::NotDue, Outcome::NotDue, Outcome::Closed]);
+        assert_eq!(close(&closer(&env).await, &ids).await, [Outcome::NotDue; 3]);
     });
 }
 
@@ -400,6 +400,44 @@ fn faulty_statements_name_their_cause() {
         }
         execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
     });
+}
+
+/// Orders of both tables, one of each paid.
+const TWO_TABLES: &str = "
+    INSERT INTO public.web_orders (id, state, pay_until) VALUES
+        (1, 'open', now() - interval '2 s'), (2, 'paid', now() - interval '2 s'), (3, 'open', now() + interval '1 h'),
+        (4, 'open', '-infinity');
+    INSERT INTO public.phone_orders SELECT * FROM public.web_orders";
+
+#[test]
+fn two_tables_are_closed_with_history() {
+    TestEnv::builder()
+        .settings(|settings| {
+            let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/two_tables");
+            let file = |name: &str| root.join(name).to_str().unwrap().to_owned();
+            (settings.orders.close_sql, settings.orders.overdue_sql) = (file("close.sql"), file("overdue.sql"));
+        })
+        .run(async |env| {
+            execute(&env, include_str!("../../examples/two_tables/schema.sql")).await;
+            execute(&env, TWO_TABLES).await;
+            for limit in [1, 2, 9] {
+                let found: Vec<String> = swept(&env, limit).await.iter().map(|one| one.order_id.to_string()).collect();
+                assert_eq!(found, ["phone-1", "web-1"], "{limit}");
+            }
+            let ids = ["web-1", "web-2", "phone-3", "phone-4", "phone-1", "web-9", "x-1", "web-01"].map(str::to_owned);
+            use Outcome::{Closed, Malformed, NotDue, Paid, Unknown};
+            let expected = [Closed, Paid, NotDue, NotDue, Closed, Unknown, Malformed, Malformed];
+            assert_eq!(close(&closer(&env).await, &ids).await, expected);
+            let history: Vec<(String, String)> =
+                sqlx::query_as("SELECT order_ref, new_state FROM public.order_history ORDER BY 1")
+                    .fetch_all(&env.pool)
+                    .await
+                    .unwrap();
+            let closed = |id: &str| (id.to_owned(), "expired".to_owned());
+            assert_eq!(history, [closed("phone-1"), closed("web-1")]);
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE type = 'order.closed.v1'").await, 2);
+            assert!(swept(&env, 9).await.is_empty());
+        });
 }
 
 const DERIVED_SCHEMA: &str = include_str!("../../examples/derived_deadline/schema.sql");
