@@ -8,7 +8,8 @@
 --   $5 ids text[], $6 leases bigint[]  the orders whose leases are renewed
 --
 --   order_id text, lease bigint, queue text, rounds integer, has_waited boolean, was_judged boolean,
---   provider text, reference text, amount_minor bigint, currency text, state text, payable_until timestamptz
+--   provider text, reference text, amount_minor bigint, currency text, state text, created_at timestamptz,
+--   payable_until timestamptz
 --   One row for each attempt that is not decided; an order without any has one row with NULLs.
 WITH renewed AS (
     -- kind || '': so that the primary key is used and not the index of what is due.
@@ -49,7 +50,7 @@ leased AS (
     RETURNING c.order_id, c.lease, c.queue, c.rounds, c.has_waited, c.step <> 'claimed' AS was_judged
 )
 SELECT l.order_id, l.lease, l.queue, l.rounds, l.has_waited, l.was_judged,
-       p.provider, p.reference, p.amount_minor, p.currency, p.state, p.payable_until
+       p.provider, p.reference, p.amount_minor, p.currency, p.state, p.created_at, p.payable_until
 FROM leased l
 -- Every attempt, not only the last: a verdict on one is none on the order.
 LEFT JOIN payment_attempts p ON p.order_id = l.order_id AND p.state IN ('open', 'paid')

@@ -1,20 +1,39 @@
-# A payment callback: tells the database what the provider has received. See docs/PAYMENTS.md.
+# Stripe's webhook: tells the database what Stripe has received. See docs/PAYMENTS.md.
+import hashlib
+import hmac
 import json
 import os
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psycopg  # pip install "psycopg[binary]"
 
 DATABASE = os.environ["DATABASE_URL"]
-CALL = "SELECT outcome, reason, missing_minor, is_new FROM payment_received(%s, %s, %s, %s, %s)"
+SECRET = os.environ["STRIPE_WEBHOOK_SECRET"].encode()  # whsec_…, from the endpoint's page
+CALL = "SELECT outcome, reason, missing_minor, is_new FROM payment_received(%s, 'stripe', %s, %s, %s)"
+
+
+def is_signed(header, body):
+    """docs.stripe.com/webhooks, "Verify manually": t=seconds,v1=HMAC of seconds.body, at most five minutes old."""
+    parts = [part.partition("=")[::2] for part in header.split(",")]
+    seconds = dict(parts).get("t", "")
+    if not seconds.isdigit() or abs(time.time() - int(seconds)) > 300:
+        return False
+    expected = hmac.new(SECRET, seconds.encode() + b"." + body, hashlib.sha256).hexdigest()
+    return any(name == "v1" and hmac.compare_digest(value, expected) for name, value in parts)
 
 
 class Callback(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        # Verify the provider's signature of the body here, before anything else.
-        paid = json.loads(body)
-        payment = (paid["order_id"], "example", paid["reference"], paid["amount_minor"], paid["currency"])
+        if not is_signed(self.headers.get("Stripe-Signature", ""), body):
+            return self.answer(400)
+        event = json.loads(body)
+        intent = event["data"]["object"]
+        order = (intent.get("metadata") or {}).get("order_id")
+        if event["type"] != "payment_intent.succeeded" or order is None:
+            return self.answer(200)  # not a payment of an order
+        payment = (order, intent["id"], intent["amount_received"], intent["currency"].upper())
         try:
             with psycopg.connect(DATABASE) as connection:
                 outcome, reason, missing, is_new = connection.execute(CALL, payment).fetchone()
@@ -23,11 +42,11 @@ class Callback(BaseHTTPRequestHandler):
             print("final, look at it:", error, flush=True)
             return self.answer(200)
         except psycopg.Error as error:
-            # Not 200: then the provider calls again, and the payment is not lost.
+            # Not 200: then Stripe calls again, and the payment is not lost.
             print("not recorded:", error, flush=True)
             return self.answer(503)
         if is_new:
-            print(paid["order_id"], outcome, reason or missing, flush=True)
+            print(order, outcome, reason or missing, flush=True)
         self.answer(200)
 
     def answer(self, status):

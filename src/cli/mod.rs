@@ -16,6 +16,7 @@ mod operator;
 pub mod parked;
 pub mod pause;
 pub mod pending;
+mod provider;
 pub mod quarantine;
 pub mod schedule;
 mod schedule_check;
@@ -130,6 +131,7 @@ impl Cli {
             Command::Quarantine(quarantine::QuarantineArgs { moves: false, .. })
             | Command::Topology(_)
             | Command::Config(_)
+            | Command::Provider(_)
             | Command::Health(_) => Settings::load(file, overrides),
             Command::Completions(_) | Command::Man => Ok(Settings::defaults()),
             Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
@@ -339,6 +341,9 @@ pub enum Command {
     /// List orders that a payment provider's answers could not decide, and have them asked about again
     #[command(subcommand)]
     Closing(closing::ClosingCommand),
+    /// Ask a payment provider about one payment, as the worker does, and change nothing
+    #[command(subcommand)]
+    Provider(provider::ProviderCommand),
     /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
     Quarantine(quarantine::QuarantineArgs),
     /// Propose a mapping for an orders table of your own, or prove the configured one
@@ -373,6 +378,7 @@ impl Command {
             | Self::Resume(_)
             | Self::Late(_)
             | Self::Closing(_)
+            | Self::Provider(_)
             | Self::Adopt(_)
             | Self::Sql(_)
             | Self::Config(_)
@@ -431,6 +437,7 @@ impl Command {
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Late(command) => late::run(command, settings).await,
             Self::Closing(command) => closing::run(command, settings).await,
+            Self::Provider(command) => provider::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
             Self::Adopt(args) => adopt::run(args, settings).await,
             Self::Sql(args) => sql::run(args, settings).await,

@@ -25,8 +25,8 @@ const COMMAND_LINE: &str = "--set";
 const LISTS: [&str; 3] = ["delay.lanes", "worker.kinds", "worker.take_shards"];
 /// How a list is written in a file.
 const LIST_FORM: &str = "lanes = [\"15m\"]";
-/// The list of tables, which cannot be written with commas.
-const RINGS: &str = "delay.rings";
+/// Lists of a kind, behind its name.
+const LISTS_OF_KIND: [&str; 4] = ["lanes", "remind", "providers", "table.id"];
 
 /// The old and the new names of renamed settings.
 pub(super) const RENAMED: [(&str, &str); 2] =
@@ -249,10 +249,11 @@ impl SettingsError {
         // An element of a list has the origin of the list.
         let name = self.key.as_deref().and_then(|key| key.split('[').next());
         let known = origins.iter().find(|(key, _)| name == Some(key));
-        // A table without entries has no value, and so no origin of its own.
-        let kind = name.and_then(|name| name.strip_prefix("kinds.")).and_then(|rest| rest.split('.').next());
+        // A table has no value, and so no origin of its own; nor has a setting that is missing.
+        let section =
+            name.filter(|name| is_of_shop(name)).map(|name| name.split('.').take(2).collect::<Vec<_>>().join("."));
         let beside =
-            || kind.and_then(|kind| origins.iter().find(|(key, _)| key.starts_with(&format!("kinds.{kind}."))));
+            || section.and_then(|section| origins.iter().find(|(key, _)| key.starts_with(&format!("{section}."))));
         let known = known.or_else(beside);
         self.origin = self.origin.or_else(|| known.and_then(|(_, origin)| origin.clone()));
         self
@@ -370,14 +371,22 @@ fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
     Some(format!("{ENV_PREFIX}{}", key.replace('.', "__").to_uppercase()))
 }
 
-/// The text unchanged; its setting defines what it must be.
+/// The text unchanged; its setting defines what it must be. A list or a table may also be written as in a file.
 fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsError> {
     let origin = origin.to_owned();
-    if key == RINGS {
-        let why = "its elements are tables, which can be written only in a file (--config)".to_owned();
-        return Err(SettingsError::new(Some(key.to_owned()), Some(origin), why));
+    let is_list = LISTS.contains(&key) || is_list_of_kind(key);
+    let may_be_nested = is_list || key == "delay.rings" || is_of_shop(key);
+    if may_be_nested && text.trim_start().starts_with(['[', '{']) {
+        let parsed = FileFormat::Toml.parse(Some(&origin), &format!("value = {}", text.trim()));
+        return parsed.ok().and_then(|mut parsed| parsed.remove("value").filter(|_| parsed.is_empty())).ok_or_else(
+            || {
+                let why =
+                    format!("it is no list or table as a file has it; write it like {LIST_FORM}, without the name");
+                SettingsError::new(Some(key.to_owned()), Some(origin), why)
+            },
+        );
     }
-    if LISTS.contains(&key) || is_list_of_kind(key) {
+    if is_list {
         let parts: Vec<String> = match text.trim() {
             "" => Vec::new(),
             text => text.split(',').map(|part| part.trim().to_owned()).collect(),
@@ -390,16 +399,24 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
 fn is_list_of_kind(key: &str) -> bool {
     key.strip_prefix("kinds.")
         .and_then(|rest| rest.split_once('.'))
-        .is_some_and(|(_, name)| ["lanes", "remind", "providers"].contains(&name))
+        .is_some_and(|(_, name)| LISTS_OF_KIND.contains(&name))
+}
+
+/// What a kind or a provider has is checked when it is read: its name, and those of its columns, are the shop's.
+fn is_of_shop(key: &str) -> bool {
+    key.starts_with("kinds.") || key.starts_with("providers.")
+}
+
+/// A value for a column of the shop's, of whatever type the column has.
+fn is_of_column(key: &str) -> bool {
+    key.starts_with("kinds.") && key.split_once(".table.").is_some_and(|(_, name)| name.contains('.'))
 }
 
 /// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can name
 /// the key's origin and the key that was probably meant.
 fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let known = every_key();
-    // What a kind or a provider has is checked when it is read: its name, and those of its columns, are the shop's.
-    let is_of_kind = |key: &str| key.starts_with("kinds.") || key.starts_with("providers.");
-    let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key) && !is_of_kind(key)) else {
+    let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key) && !is_of_shop(key)) else {
         return Ok(());
     };
     if let Some((_, new)) = RENAMED.iter().find(|(old, _)| old == key) {
@@ -441,9 +458,11 @@ fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
         let why = format!("{value} is no truth value; write true or false");
         return Err(SettingsError::new(Some(key.clone()), value.origin().map(str::to_owned), why));
     }
-    let mut found = leaves.iter().filter_map(|(key, value)| match &value.kind {
+    // The truth values of a provider are known to its type.
+    let is_truth = |key: &String| truths.contains(key) || key.starts_with("providers.");
+    let mut found = leaves.iter().filter(|(key, _)| !is_of_column(key)).filter_map(|(key, value)| match &value.kind {
         ValueKind::Float(fraction) => Some((key, value, format!("{fraction} is a fraction"))),
-        ValueKind::Boolean(truth) if !truths.contains(key) => Some((key, value, format!("{truth} is a truth value"))),
+        ValueKind::Boolean(truth) if !is_truth(key) => Some((key, value, format!("{truth} is a truth value"))),
         _ => None,
     });
     let Some((key, value, found)) = found.next() else { return Ok(()) };

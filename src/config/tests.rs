@@ -183,8 +183,12 @@ fn each_fault_names_its_key_and_origin() {
     check(&[], &["amqp.url=amqp://h:5672/"], &["amqp.url", "--set", "write /%2f for the default virtual host"]);
     check(&[], &["worker.take_shards=0,two"], &["worker.take_shards[1]", "--set", "two"]);
     check(&[], &["worker.take_shards=0,256"], &["worker.take_shards[1]", "--set", "256"]);
-    check(&[], &["delay.rings=5s"], &["delay.rings", "--set", "only in a file (--config)"]);
-    check(&[("ORDER_TIMEOUT__DELAY__RINGS", "")], &[], &["delay.rings", "environment", "only in a file (--config)"]);
+    check(&[], &["delay.rings=5s"], &["delay.rings", "--set", "write it in brackets"]);
+    check(
+        &[("ORDER_TIMEOUT__DELAY__RINGS", "[{ unit = \"5s")],
+        &[],
+        &["delay.rings", "environment", "as a file has it"],
+    );
     check(&[], &["delay.lanes=30m,1800s"], &["delay.lanes", "twice"]);
     check(&[], &["http.listen=9394"], &["http.listen", "--set", "\"9394\"", "127.0.0.1:9394"]);
     check(&[("ORDER_TIMEOUT__HTTP__LISTEN", "localhost:9394")], &[], &["http.listen", "environment", "IP address"]);
@@ -287,6 +291,106 @@ fn truth_values_are_read_from_every_source() {
     assert!(!pays(load_file("[orders]\npay_after_deadline = false\n")));
     assert!(!pays(load(&[], &["orders.pay_after_deadline=false"])));
     assert!(!pays(load(&[("ORDER_TIMEOUT__ORDERS__PAY_AFTER_DEADLINE", "false")], &[])));
+}
+
+/// The code blocks of a document in TOML.
+fn printed_toml(document: &str) -> Vec<String> {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs").join(document);
+    let text = std::fs::read_to_string(path).unwrap();
+    let blocks = text.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap().to_owned());
+    blocks.collect()
+}
+
+/// The values of a file as keys and the texts that an environment or a command line would give.
+fn as_texts(toml: &str) -> Vec<(String, String)> {
+    fn add(key: &str, value: &toml::Value, texts: &mut Vec<(String, String)>) {
+        match value {
+            toml::Value::Table(table) => {
+                for (name, value) in table {
+                    add(&if key.is_empty() { name.clone() } else { format!("{key}.{name}") }, value, texts);
+                }
+            }
+            toml::Value::String(text) => texts.push((key.to_owned(), text.clone())),
+            other => texts.push((key.to_owned(), other.to_string())),
+        }
+    }
+    let mut texts = Vec::new();
+    add("", &toml::Value::Table(toml.parse().unwrap()), &mut texts);
+    texts
+}
+
+#[test]
+fn printed_provider_tables_load_from_every_source() {
+    let mut kinds = BTreeSet::new();
+    for document in ["PROVIDERS.md", "PAYMENTS.md"] {
+        for toml in printed_toml(document) {
+            let shown = |settings: Result<Settings, String>| {
+                let settings = settings.unwrap_or_else(|fault| panic!("{document}: {fault}\n{toml}"));
+                (settings.providers, settings.kinds[&Kind::ORDER].providers.clone(), settings.orders.pay_after_deadline)
+            };
+            // Otherwise there is no such kind.
+            let with_kind = if toml.contains("[kinds.order]") {
+                toml.clone()
+            } else {
+                format!("{toml}\n[kinds.order]\nproviders = []\n")
+            };
+            let from_file = shown(load_file(&with_kind));
+            kinds.extend(
+                from_file.0.0.values().map(|provider| format!("{provider:?}").split('(').next().unwrap().to_owned()),
+            );
+            let texts = as_texts(&with_kind);
+            let set: Vec<String> = texts.iter().map(|(key, text)| format!("{key}={text}")).collect();
+            assert_eq!(shown(load(&[], &set.iter().map(String::as_str).collect::<Vec<_>>())), from_file);
+            let name = |key: &str| format!("ORDER_TIMEOUT__{}", key.replace('.', "__").to_uppercase());
+            let environment: Vec<_> = texts.iter().map(|(key, text)| (name(key), text.as_str())).collect();
+            let environment: Vec<_> = environment.iter().map(|(name, text)| (name.as_str(), *text)).collect();
+            assert_eq!(shown(load(&environment, &[])), from_file);
+        }
+    }
+    assert_eq!(kinds.len(), 6, "{kinds:?}");
+}
+
+#[test]
+fn wrong_provider_values_name_setting_and_fix() {
+    let paypal = "[providers.p]\nkind = \"paypal\"\nclient_id = \"a\"\nclient_secret_file = \"s\"\n";
+    let promise = |value: &str| load_file(&format!("{paypal}shop_captures_only_open_orders = {value}"));
+    for value in ["true", "\"true\"", "false"] {
+        assert!(promise(value).is_ok(), "{value}");
+    }
+    for (fault, words) in [
+        (promise("1"), "true` or `false`"),
+        (promise("1.5"), "is a fraction"),
+        (promise("[true]"), "write one value"),
+        (load_file(paypal), "is missing; add it"),
+        (promise("true\n[providers.p.limits]\nconcurrency = true"), "invalid digit"),
+        (promise("true\n[providers.p.limits]\nconcurrency = \"many\""), "invalid digit"),
+        (promise("true\n[providers.p.limits]\ntimeout = 5"), "a duration"),
+        (promise("true\nsecret = 1"), "unknown field `secret`"),
+    ] {
+        let fault = fault.map(drop).unwrap_err();
+        assert!(fault.contains("providers.p") && fault.contains(words) && fault.contains(".toml"), "{fault}");
+    }
+    let fault = load(&[], &["providers.w.kind=wechat", "providers.w.platform_keys=[{ file ="]).unwrap_err();
+    assert!(fault.contains("providers.w.platform_keys") && fault.contains("as a file has it"), "{fault}");
+}
+
+#[test]
+fn values_of_columns_have_any_type() {
+    let table = |close: &str| {
+        load_file(&format!(
+            "[kinds.booking.table]\ntable = \"b\"\nid = \"id\"\nopen = \"o\"\npaid = \"p\"\ndeadline = \"d\"\nclose = {close}\n"
+        ))
+    };
+    let close = |settings: Result<Settings, String>| {
+        settings.unwrap().kinds[&Kind::new("booking").unwrap()].table.clone().unwrap().close
+    };
+    let from_file = close(table("{ gone = true, state = 4, price = 0.5, at = \"now\" }"));
+    assert_eq!(from_file.values().collect::<Vec<_>>(), ["now", "true", "0.5", "4"]);
+    let others = ["table=b", "id=tenant, id", "open=o", "paid=p", "deadline=d", "close={ gone = true, state = 4 }"];
+    let set: Vec<_> = others.iter().map(|one| format!("kinds.booking.table.{one}")).collect();
+    let settings = load(&[], &set.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    let table = settings.kinds[&Kind::new("booking").unwrap()].table.as_ref().unwrap();
+    assert_eq!((table.id.0.as_slice(), table.close.len()), (&["tenant".to_owned(), "id".to_owned()][..], 2));
 }
 
 #[test]

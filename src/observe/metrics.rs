@@ -259,7 +259,8 @@ const OUTCOMES: [&str; 13] = [
     CloseError::AWAY,
 ];
 
-const ANSWERS: [&str; 8] = ["paid", "open", "in_progress", "closed", "refunded", "absent", "unknown", "not_asked"];
+const ANSWERS: [&str; 10] =
+    ["paid", "open", "in_progress", "pending", "closed", "refunded", "absent", "forgotten", "unknown", "not_asked"];
 const CLAIMED_OUTCOMES: [&str; 17] = [
     EndOutcome::Closed.as_str(),
     EndOutcome::Settled.as_str(),

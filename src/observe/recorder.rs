@@ -196,20 +196,10 @@ impl KindRecorder {
 
     /// Counts a provider's answer to one call. `took`: with the wait for its turn.
     pub fn answered(&self, call: &Call, answer: &Answer, took: Duration) {
-        let word = match answer {
-            Answer::Paid { .. } => "paid",
-            Answer::Open => "open",
-            Answer::InProgress => "in_progress",
-            Answer::Closed => "closed",
-            Answer::Refunded => "refunded",
-            Answer::Absent => "absent",
-            Answer::Unknown(unknown) if unknown.was_asked => "unknown",
-            Answer::Unknown(_) => "not_asked",
-        };
         // A provider that is in no settings is not asked.
         let Some(metrics) = self.provider(&call.attempt.provider) else { return };
-        metrics.answers.with_label_values(&[word]).inc();
-        if word != "not_asked" {
+        metrics.answers.with_label_values(&[answer.as_str()]).inc();
+        if !matches!(answer, Answer::Unknown(unknown) if !unknown.was_asked) {
             metrics.call_duration.with_label_values(&[call.kind.as_str()]).observe(took.as_secs_f64());
         }
     }

@@ -43,6 +43,7 @@ mod page;
 mod parked;
 mod pausing;
 mod payments;
+mod paypal;
 mod pending;
 mod plan;
 mod poolers;

@@ -433,7 +433,7 @@ fn callback_needs_only_execute() {
         let order = env.order(MINUTE).await;
         let grant = GUIDE.split("```sql\n").find(|block| block.starts_with("GRANT ")).unwrap();
         let role = format!("callback_{}", env.settings.namespace);
-        let grant = grant.split("```").next().unwrap().replace("TO shop;", &format!("TO {role};"));
+        let grant = grant.lines().next().unwrap().replace("TO shop;", &format!("TO {role};"));
         execute(&env, &format!("CREATE ROLE {role}")).await;
         let mut callback = env.pool.acquire().await.unwrap().detach();
         // A table of the role's own must not take the place of ours.
@@ -652,7 +652,7 @@ fn own_table_gets_late_money_listed() {
 #[test]
 fn guide_statements_run_as_printed() {
     let blocks: Vec<&str> = GUIDE.split("```sql\n").skip(1).map(|block| block.split("```").next().unwrap()).collect();
-    let [attempt, pay, grant, release, create, reserve, read] = blocks[..] else {
+    let [grant, attempt, pay, release, create, reserve, read] = blocks[..] else {
         panic!("the guide has {} SQL blocks", blocks.len())
     };
     assert!(grant.starts_with("GRANT "), "run by callback_needs_only_execute");
@@ -671,14 +671,12 @@ fn guide_statements_run_as_printed() {
 }
 
 #[test]
-fn guide_programs_are_compiled_and_run() {
+fn guide_program_is_compiled() {
     let compiled = include_str!("payments.rs");
     let rust = GUIDE.split("```rust\n").nth(1).unwrap().split("```").next().unwrap();
     for line in rust.lines() {
         assert!(compiled.contains(&format!("\n    {line}\n")), "the guide's {line:?} is not compiled anywhere");
     }
-    let python = include_str!("../../examples/payments/callback.py");
-    assert!(GUIDE.contains(&format!("```python\n{python}```\n")), "tests/examples runs this program");
 }
 
 /// The guide's lines of Rust.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use order_timeout::config::Settings;
 use order_timeout::effects::close::Closer;
+use order_timeout::operations::doctor::{CheckName, Options, examine};
 use order_timeout::operations::{close_orders, orders_statements};
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout::postgres::{Database, Operator};
@@ -12,7 +13,7 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Outcome;
 use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
-use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
+use order_timeout_testkit::payment_service::{Fault, Outage, PaymentService, Truth, wide_limits};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
 use uuid::Uuid;
@@ -402,5 +403,27 @@ fn closes_after_provider_have_own_metrics() {
                 assert_eq!(figures.get(series), expected, "{series}");
             }
             worker.stop().await;
+        });
+}
+
+/// The doctor asks the provider before the first deadline does.
+#[test]
+fn doctor_tries_keys_of_providers() {
+    let (service, gone) = (PaymentService::start(), PaymentService::start());
+    gone.set_outage(Some(Outage::Refusing));
+    TestEnv::builder()
+        .settings(|settings| {
+            service.join(settings, "card", wide_limits());
+            gone.join(settings, "bank", wide_limits());
+        })
+        .run(async move |env| {
+            let order = env.order(Duration::from_secs(3_600)).await;
+            begin_attempts(&env, &[order], "card").await;
+            let report = examine(&env.settings, &Options::default()).await;
+            let found: Vec<_> = report.findings().filter(|(name, _)| *name == CheckName::Providers).collect();
+            let [(_, finding)] = found[..] else { panic!("{found:?}") };
+            assert!(finding.what.starts_with("bank cannot be asked") && finding.fix.contains("providers.bank"));
+            // A payment that cannot exist, and the newest attempt.
+            assert_eq!((service.calls(), gone.calls()), ((2, 0), (0, 0)));
         });
 }

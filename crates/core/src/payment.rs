@@ -18,6 +18,11 @@ pub struct Money {
     pub currency: Currency,
 }
 
+impl Money {
+    /// No money, in the code that ISO 4217 has for no currency.
+    pub const NOTHING: Self = Self { amount_minor: 0, currency: Currency(*b"XXX") };
+}
+
 impl fmt::Display for Money {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} (smallest unit)", self.amount_minor, self.currency)
@@ -84,16 +89,42 @@ pub enum Answer {
     },
     /// Not paid, and the customer can still pay it.
     Open,
-    /// The customer is paying at this moment, or the provider has not decided.
+    /// The customer is paying at this moment, or the provider decides within minutes.
     InProgress,
+    /// The customer has done what there is to do, and a bank or the provider decides, which may take days.
+    Pending,
     /// Not paid, and it cannot be paid any more.
     Closed,
     /// It was paid and the money was given back: a step is missing that a person has to find.
     Refunded,
     /// The provider knows no such attempt. This is no proof that it is unpaid: the customer may be about to confirm it.
     Absent,
+    /// The provider gave the number itself, and does not know it. It forgets attempts that were not paid.
+    Forgotten {
+        /// It forgets none earlier than so long after it was begun: until then the key is one of another account.
+        after: Duration,
+    },
     /// Anything else: no answer, an error, or one that the provider's documents do not name.
     Unknown(Unknown),
+}
+
+impl Answer {
+    /// The word in metrics and on the command line.
+    #[must_use]
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Paid { .. } => "paid",
+            Self::Open => "open",
+            Self::InProgress => "in_progress",
+            Self::Pending => "pending",
+            Self::Closed => "closed",
+            Self::Refunded => "refunded",
+            Self::Absent => "absent",
+            Self::Forgotten { .. } => "forgotten",
+            Self::Unknown(Unknown { was_asked: true, .. }) => "unknown",
+            Self::Unknown(_) => "not_asked",
+        }
+    }
 }
 
 /// Why nothing is known of an attempt.

@@ -1,6 +1,7 @@
 //! Adyen: payment links (`PL…`) of the Checkout API, which can be read and expired.
 //!
-//! Sessions and single payments are not supported: decision 0071 says why.
+//! Sessions and single payments are not supported: decision 0071 says why. Read on 2026-11-27 in
+//! github.com/Adyen/adyen-openapi, `json/CheckoutService-v72.json`.
 
 use hyper::Method;
 use hyper::header::HeaderName;
@@ -13,11 +14,15 @@ use crate::call_error::CallError;
 use crate::client::{Client, Outgoing, accept_json, json_body, secret_header};
 use crate::protocol::{Protocol, path_segment};
 use crate::settings::AdyenSettings;
-use crate::table::{ASK, BOTH, CANCEL, Call, Field, Is, Meaning, Row, Said, Verdict, decide, field, text};
+use crate::table::{
+    ASK, BOTH, CANCEL, Call, Field, Is, Meaning, NotKnown, Row, Said, Table, Verdict, decide, field, text,
+};
 use crate::{money, secret_file};
 
 const GET: &str = "docs.adyen.com/api-explorer/Checkout/72/get/paymentLinks/(linkId), `status`";
 const PATCH: &str = "docs.adyen.com/api-explorer/Checkout/72/patch/paymentLinks/(linkId)";
+/// The description lists 200, 400, 401, 403, 422 and 500 for both calls.
+const NO_DOCUMENT: &str = "not documented: the description of both calls has no 404";
 
 const REUSABLE: &str = "the link may be paid several times, so its state says nothing of one order; settle it by hand";
 const MALFORMED: &str = "it refuses the request as malformed; check the attempt's reference";
@@ -28,8 +33,8 @@ const fn link(calls: &'static [Call], fields: &'static [Field], meaning: Meaning
 
 const STATUS: &str = "/status";
 
-/// The documented answers. `paid` is named in the documents but not explained, so it has no row.
-pub(crate) const TABLE: &[Row] = &[
+/// `paid` is listed in the description but not explained, so it has no row.
+const ROWS: &[Row] = &[
     link(BOTH, &[field("/reusable", Is::True)], Meaning::Unknown(REUSABLE), GET),
     link(ASK, &[text(STATUS, "active")], Meaning::Open, GET),
     link(ASK, &[text(STATUS, "completed")], Meaning::Paid, GET),
@@ -38,7 +43,10 @@ pub(crate) const TABLE: &[Row] = &[
     Row { calls: CANCEL, resource: "", http_status: 422, fields: &[], meaning: Meaning::AskAgain, source: PATCH },
     Row { calls: ASK, resource: "", http_status: 422, fields: &[], meaning: Meaning::Unknown(MALFORMED), source: GET },
     Row { calls: BOTH, resource: "", http_status: 400, fields: &[], meaning: Meaning::Unknown(MALFORMED), source: GET },
+    Row { calls: BOTH, resource: "", http_status: 404, fields: &[], meaning: Meaning::NotKnown, source: NO_DOCUMENT },
 ];
+
+pub(crate) const TABLE: Table = Table { kind: "adyen", not_known: NotKnown::OtherAccount, rows: ROWS };
 
 /// The client of one merchant.
 pub(crate) struct Adyen {
@@ -61,6 +69,8 @@ fn paid(link: &Value) -> Option<Money> {
 }
 
 impl Protocol for Adyen {
+    const NO_PAYMENT: &'static str = "PL0000000000000000";
+
     async fn call(&self, call: Call, attempt: &Attempt) -> Result<Verdict, CallError> {
         if !attempt.reference.starts_with("PL") {
             return Err(CallError::InvalidAttempt("the attempt's reference is not a payment link (PL…)"));
@@ -86,6 +96,6 @@ impl Protocol for Adyen {
             }
         }
         let said = Said { call, resource: "", http_status: status, body: &body };
-        decide(TABLE, said, section, || paid(&body).map(Some).ok_or(CallError::Unreadable { status }))
+        decide(&TABLE, said, section, || paid(&body).map(Some).ok_or(CallError::Unreadable { status }))
     }
 }

@@ -1,4 +1,5 @@
-//! Alipay: `alipay.trade.query` and `alipay.trade.close` by `out_trade_no`, with keys (RSA2).
+//! Alipay: `alipay.trade.query` and `alipay.trade.close` by `out_trade_no`, with keys (RSA2). Read on 2026-11-27 in
+//! docs.open.alipay.com.
 //!
 //! No answer decides anything unless the signature over its raw text was verified.
 
@@ -19,8 +20,10 @@ use crate::client::{Client, Outgoing, Reply, accept_json, form_body};
 use crate::protocol::Protocol;
 use crate::rsa::{Signer, Verifier};
 use crate::settings::AlipaySettings;
-use crate::table::{ASK, BOTH, CANCEL, Call, Field, Is, Meaning, Row, Said, Verdict, decide, field, text};
-use crate::{local_clock, money};
+use crate::table::{
+    ASK, BOTH, CANCEL, Call, Field, Is, Meaning, NotKnown, Row, Said, Table, Verdict, decide, field, text,
+};
+use crate::{local_clock, money, strict_json};
 
 const QUERY: &str = "docs.open.alipay.com/api_1/alipay.trade.query, `trade_status`";
 const QUERY_ERRORS: &str = "docs.open.alipay.com/api_1/alipay.trade.query, error codes";
@@ -42,8 +45,8 @@ const STATUS: &str = "/trade_status";
 const SUCCESS: Field = text(CODE, "10000");
 const REFUSED: Field = text(CODE, "40004");
 
-/// The documented answers. The HTTP status is always 200; `code` and `sub_code` say the rest.
-pub(crate) const TABLE: &[Row] = &[
+/// The HTTP status is always 200; `code` and `sub_code` say the rest.
+const ROWS: &[Row] = &[
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_SUCCESS")], Meaning::Paid, QUERY),
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_FINISHED")], Meaning::Paid, QUERY),
     ok(ASK, &[SUCCESS, text(STATUS, "WAIT_BUYER_PAY")], Meaning::Open, QUERY),
@@ -51,7 +54,7 @@ pub(crate) const TABLE: &[Row] = &[
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_CLOSED"), field("/send_pay_date", Is::Given)], Meaning::Refunded, QUERY),
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_CLOSED"), field("/send_pay_date", Is::Missing)], Meaning::Closed, QUERY),
     ok(CANCEL, &[SUCCESS], Meaning::Closed, CLOSE),
-    ok(BOTH, &[REFUSED, text(SUB_CODE, "ACQ.TRADE_NOT_EXIST")], Meaning::Absent, QUERY_ERRORS),
+    ok(BOTH, &[REFUSED, text(SUB_CODE, "ACQ.TRADE_NOT_EXIST")], Meaning::NotKnown, QUERY_ERRORS),
     ok(CANCEL, &[REFUSED, text(SUB_CODE, "ACQ.TRADE_STATUS_ERROR")], Meaning::AskAgain, CLOSE_ERRORS),
     ok(CANCEL, &[REFUSED, text(SUB_CODE, "ACQ.REASON_TRADE_STATUS_INVALID")], Meaning::AskAgain, CLOSE_ERRORS),
     ok(CANCEL, &[REFUSED, text(SUB_CODE, "ACQ.REASON_ILLEGAL_STATUS")], Meaning::AskAgain, CLOSE_ERRORS),
@@ -63,6 +66,9 @@ pub(crate) const TABLE: &[Row] = &[
     ok(BOTH, &[text(CODE, "40002")], Meaning::Unknown(OUR_REQUEST), GATEWAY),
     ok(BOTH, &[text(CODE, "40006")], Meaning::Unknown(OUR_RIGHTS), GATEWAY),
 ];
+
+/// The shop gives the number: Alipay knows it when the customer has opened the payment.
+pub(crate) const TABLE: Table = Table { kind: "alipay", not_known: NotKnown::NotBegun, rows: ROWS };
 
 /// Alipay's times are in China's time zone.
 const TIMESTAMP: &[BorrowedFormatItem<'_>] = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
@@ -117,12 +123,13 @@ impl Alipay {
         let status = reply.status;
         let unreadable = || CallError::Unreadable { status };
         // The signature covers the text of the node as it was sent: parsing and printing it again would change it.
+        strict_json::parse(&reply.body).map_err(|_| unreadable())?;
         let nodes: HashMap<String, &RawValue> = serde_json::from_slice(&reply.body).map_err(|_| unreadable())?;
         let node_name = format!("{}_response", method(call).replace('.', "_"));
         let node = nodes.get(node_name.as_str()).or_else(|| nodes.get("error_response")).ok_or_else(unreadable)?;
-        let body: Value = serde_json::from_str(node.get()).map_err(|_| unreadable())?;
+        let body = strict_json::parse(node.get().as_bytes()).map_err(|_| unreadable())?;
         let said = Said { call, resource: "", http_status: status, body: &body };
-        let verdict = decide(TABLE, said, self.client.section(), || paid(&body).map(Some).ok_or_else(unreadable))?;
+        let verdict = decide(&TABLE, said, self.client.section(), || paid(&body).map(Some).ok_or_else(unreadable))?;
         // A refused request may be unsigned, and decides nothing: `decide` has returned its reason.
         let signature = nodes.get("sign").and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
         let Some(signature) = signature else { return Err(CallError::Untrusted("it is not signed".into())) };
@@ -157,6 +164,8 @@ fn paid(body: &Value) -> Option<Money> {
 }
 
 impl Protocol for Alipay {
+    const NO_PAYMENT: &'static str = "order-timeout-asks-0000000000000";
+
     async fn call(&self, call: Call, attempt: &Attempt) -> Result<Verdict, CallError> {
         let reply = self.client.send(self.outgoing(call, &attempt.reference)?).await?;
         self.verdict(call, &attempt.reference, &reply)

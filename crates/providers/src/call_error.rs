@@ -35,6 +35,10 @@ pub(crate) enum CallError {
     Undocumented { status: u16, said: String },
     #[error("it refuses this client (HTTP {status}); check the keys and their rights in {section}")]
     Refused { status: u16, section: String },
+    #[error(
+        "it knows no such payment, so its key is of another mode or account (or the attempt's reference is wrong); check {0}"
+    )]
+    NotKnown(String),
     #[error("{0}")]
     Undecided(&'static str),
     #[error("{0}")]
@@ -68,6 +72,7 @@ impl CallError {
             | Self::OtherPayment
             | Self::Undocumented { .. }
             | Self::Refused { .. }
+            | Self::NotKnown(_)
             | Self::Undecided(_) => CallResult::Answered,
             Self::NotSent(_) | Self::InvalidAttempt(_) | Self::CircuitOpen { .. } | Self::QueueFull(_) => {
                 CallResult::NothingLearnt

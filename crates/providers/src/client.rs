@@ -26,7 +26,7 @@ use url::Url;
 use crate::call_error::CallError;
 use crate::rate::Rate;
 use crate::settings::{LimitsSettings, base_url};
-use crate::{local_clock, retry_after, secret_file};
+use crate::{local_clock, retry_after, secret_file, strict_json};
 
 /// The longest answer that is read. A checkout session with all that is expanded here has about 20 kB.
 pub(crate) const LONGEST_ANSWER_BYTES: usize = 1024 * 1024;
@@ -173,7 +173,7 @@ impl Reply {
         if self.body.is_empty() && status == 204 {
             return Ok(Value::Null);
         }
-        serde_json::from_slice(&self.body).map_err(|_| match status {
+        strict_json::parse(&self.body).map_err(|_| match status {
             // A gateway's page in front of the provider.
             401 | 403 => CallError::Refused { status, section: section.to_owned() },
             _ => CallError::Unreadable { status },

@@ -16,7 +16,7 @@ use crate::call_error::CallError;
 use crate::client::{Client, Outgoing, Reply, accept_json, json_body, secret_header};
 use crate::protocol::Protocol;
 use crate::settings::HttpSettings;
-use crate::table::{BOTH, Call, Meaning, Row, Said, Verdict, decide, text};
+use crate::table::{BOTH, Call, Meaning, NotKnown, Row, Said, Table, Verdict, decide, text};
 use crate::{local_clock, money, secret_file};
 
 const CONTRACT: &str = "`docs/provider-contract.openapi.yaml`";
@@ -26,14 +26,18 @@ const fn state(state: &'static [crate::table::Field], meaning: Meaning) -> Row {
 }
 
 /// The answers of the contract.
-pub(crate) const TABLE: &[Row] = &[
+const ROWS: &[Row] = &[
     state(&[text("/state", "paid")], Meaning::Paid),
     state(&[text("/state", "open")], Meaning::Open),
     state(&[text("/state", "in_progress")], Meaning::InProgress),
+    state(&[text("/state", "pending")], Meaning::Pending),
     state(&[text("/state", "closed")], Meaning::Closed),
     state(&[text("/state", "refunded")], Meaning::Refunded),
-    state(&[text("/state", "absent")], Meaning::Absent),
+    state(&[text("/state", "absent")], Meaning::NotKnown),
 ];
+
+/// The contract promises that `absent` is said of a payment that was not begun.
+pub(crate) const TABLE: Table = Table { kind: "http", not_known: NotKnown::NotBegun, rows: ROWS };
 
 /// A shorter key can be guessed.
 const SHORTEST_KEY_BYTES: usize = 32;
@@ -93,7 +97,7 @@ impl Http {
                 None => return Err(unreadable),
             }
         }
-        decide(TABLE, said, self.client.section(), || paid(&body).map(Some).ok_or(unreadable))
+        decide(&TABLE, said, self.client.section(), || paid(&body).map(Some).ok_or(unreadable))
     }
 }
 
@@ -103,6 +107,8 @@ fn paid(body: &Value) -> Option<Money> {
 }
 
 impl Protocol for Http {
+    const NO_PAYMENT: &'static str = "order-timeout-asks-whether-the-keys-are-right";
+
     async fn call(&self, call: Call, attempt: &Attempt) -> Result<Verdict, CallError> {
         let path = match call {
             Call::Ask => "/ask",

@@ -21,6 +21,7 @@ mod retry_after;
 mod rsa;
 mod secret_file;
 pub mod settings;
+mod strict_json;
 mod stripe;
 pub mod table;
 pub mod webhook;
@@ -36,11 +37,14 @@ pub use order_timeout_core::payment::{Answer, Attempt};
 
 use crate::limited::LimitedProvider;
 pub use crate::settings::{ProviderSettings, ProvidersSettings};
-use crate::table::Row;
+use crate::table::Table;
 
 /// A call under way. It ends within `queue_timeout` and
 /// [`LimitsSettings::longest_call`](settings::LimitsSettings::longest_call).
 pub type Pending<'a> = Pin<Box<dyn Future<Output = Answer> + Send + 'a>>;
+
+/// A question whose answer is known, under way: why its keys or its address are wrong.
+pub type Trial<'a> = Pin<Box<dyn Future<Output = Result<(), String>> + Send + 'a>>;
 
 /// What the limits of a provider have done so far, and what they do now; for metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -65,6 +69,9 @@ pub trait Provider: Send + Sync {
     /// Asks the provider to take no payment for this attempt any more. The answer is the verdict: an attempt that was paid
     /// in the meantime is [`Answer::Paid`].
     fn cancel<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a>;
+
+    /// Asks about a payment that cannot exist, which any key of the right provider may.
+    fn try_keys(&self) -> Trial<'_>;
 
     /// What its limits do.
     fn load(&self) -> Load;
@@ -123,16 +130,8 @@ fn provider(name: &str, settings: &ProviderSettings) -> Result<Arc<dyn Provider>
     })
 }
 
-/// Each kind of provider with the table of its documented answers, which the code decides by. `docs/PROVIDERS.md` shows
-/// them.
+/// The table of each kind of provider, which the code decides by. `docs/PROVIDERS.md` shows them.
 #[must_use]
-pub fn tables() -> [(&'static str, &'static [Row]); 6] {
-    [
-        ("http", http::TABLE),
-        ("stripe", stripe::TABLE),
-        ("wechat", wechat::TABLE),
-        ("alipay", alipay::TABLE),
-        ("paypal", paypal::TABLE),
-        ("adyen", adyen::TABLE),
-    ]
+pub fn tables() -> [&'static Table; 6] {
+    [&http::TABLE, &stripe::TABLE, &wechat::TABLE, &alipay::TABLE, &paypal::TABLE, &adyen::TABLE]
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use order_timeout_core::payment::{Answer, Attempt};
+use order_timeout_core::payment::{Answer, Attempt, Money};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
@@ -17,7 +17,7 @@ use crate::call_error::CallError;
 use crate::protocol::{self, Protocol};
 use crate::settings::LimitsSettings;
 use crate::table::Call;
-use crate::{Load, Pending, Provider, settings};
+use crate::{Load, Pending, Provider, Trial, settings};
 
 /// A provider behind its limits.
 pub(crate) struct LimitedProvider<P> {
@@ -90,6 +90,16 @@ impl<P: Protocol> LimitedProvider<P> {
         answer.unwrap_or_else(|error| Answer::Unknown(error.into_unknown(&self.name)))
     }
 
+    /// "It knows no such payment" is what a provider says if address and keys are right.
+    async fn try_keys(&self) -> Result<(), String> {
+        let (provider, reference) = (self.name.clone(), P::NO_PAYMENT.to_owned());
+        let attempt = Attempt { provider, reference, money: Money::NOTHING };
+        match self.within_limits(Call::Ask, &attempt).await {
+            Ok(_) | Err(CallError::NotKnown(_)) => Ok(()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
     async fn within_limits(&self, call: Call, attempt: &Attempt) -> Result<Answer, CallError> {
         if attempt.provider != self.name {
             return Err(CallError::InvalidAttempt("it was asked about an attempt of another provider"));
@@ -143,6 +153,10 @@ impl<P: Protocol> Provider for LimitedProvider<P> {
 
     fn cancel<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a> {
         Box::pin(self.call(Call::Cancel, attempt))
+    }
+
+    fn try_keys(&self) -> Trial<'_> {
+        Box::pin(self.try_keys())
     }
 
     fn load(&self) -> Load {

@@ -12,6 +12,9 @@ use crate::table::{Call, Verdict};
 
 /// The calls of one kind of provider. Each sends what one call needs, and repeats nothing.
 pub(crate) trait Protocol: Send + Sync {
+    /// A reference of the form that it demands, and of no payment: to try the keys with.
+    const NO_PAYMENT: &'static str;
+
     /// Sends the requests of a call and looks the answer up.
     fn call(&self, call: Call, attempt: &Attempt) -> impl Future<Output = Result<Verdict, CallError>> + Send;
 }

@@ -4,11 +4,14 @@
 //! the providers that a shop has.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use order_timeout_core::{InvalidSetting, duration};
-use serde::Deserialize;
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
 use url::{Host, Url};
 
 /// The longest name of a provider, in bytes; the table `payment_attempts` checks the same.
@@ -42,8 +45,10 @@ pub enum ProviderSettings {
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsSettings {
     /// So many calls are under way at a time: 1 to 1000.
+    #[serde(deserialize_with = "written")]
     pub concurrency: u32,
     /// So many requests a second, evenly spaced: 1 to 10000.
+    #[serde(deserialize_with = "written")]
     pub requests_per_s: u32,
     /// How long one request may take, from connecting to the last byte of the answer: 100 ms to 5 minutes.
     #[serde(deserialize_with = "duration::read")]
@@ -52,6 +57,7 @@ pub struct LimitsSettings {
     #[serde(deserialize_with = "duration::read")]
     pub queue_timeout: Duration,
     /// So many failures in a row open the circuit breaker: 1 to 1000.
+    #[serde(deserialize_with = "written")]
     pub failures_to_open: u32,
     /// How long the provider is left alone then: 100 ms to 1 hour.
     #[serde(deserialize_with = "duration::read")]
@@ -94,8 +100,11 @@ pub struct HttpSettings {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StripeSettings {
-    /// A file with the secret key, or with a restricted one that may write payment intents and checkout sessions.
+    /// A file with the secret key, or with a restricted one that may write payment intents and checkout sessions and read
+    /// charges.
     pub secret_key_file: PathBuf,
+    /// The connected account that the payments belong to (`acct_…`), if the key is its platform's.
+    pub account: Option<String>,
     /// Stripe's address.
     #[serde(default = "stripe_url")]
     pub url: String,
@@ -111,16 +120,20 @@ pub struct StripeSettings {
 #[serde(deny_unknown_fields)]
 pub struct WechatSettings {
     /// The merchant number (`mchid`).
+    #[serde(deserialize_with = "written")]
     pub merchant_id: String,
     /// The serial number of the merchant's API certificate.
+    #[serde(deserialize_with = "written")]
     pub certificate_serial: String,
     /// A PEM file with the key of that certificate (`apiclient_key.pem`).
     pub private_key_file: PathBuf,
     /// What answers are verified with; several while WeChat Pay changes its certificate.
     pub platform_keys: Vec<PlatformKeySettings>,
-    /// WeChat Pay's address.
-    #[serde(default = "wechat_url")]
-    pub url: String,
+    /// Whether the merchant is one outside of mainland China, whose payments have another address and path.
+    #[serde(default, deserialize_with = "written")]
+    pub global: bool,
+    /// Another address than WeChat Pay's.
+    pub url: Option<String>,
     /// A PEM file with the only CAs to trust, instead of the system's.
     pub ca_file: Option<PathBuf>,
     /// See [`LimitsSettings`].
@@ -143,6 +156,7 @@ pub struct PlatformKeySettings {
 #[serde(deny_unknown_fields)]
 pub struct AlipaySettings {
     /// The application's id.
+    #[serde(deserialize_with = "written")]
     pub app_id: String,
     /// A file with the application's private key, as PEM or as Alipay's key tool writes it.
     pub private_key_file: PathBuf,
@@ -169,6 +183,7 @@ pub struct PaypalSettings {
     /// Whether the shop promises that its server captures or authorises a PayPal order only while its own order is open.
     /// PayPal has no call that closes an order which was not authorised, so nothing but this promise keeps it from being
     /// paid. Without it such an order stays unresolved.
+    #[serde(deserialize_with = "written")]
     pub shop_captures_only_open_orders: bool,
     /// PayPal's address.
     #[serde(default = "paypal_url")]
@@ -196,12 +211,35 @@ pub struct AdyenSettings {
     pub limits: LimitsSettings,
 }
 
+/// A value in the type that a file of settings has for it, or as the text that an environment and a command line have: serde
+/// passes on what it has read for a tagged enum as it is, so that the worker's loader converts nothing.
+fn written<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "a list or a table is no value of this setting; write one value")]
+    enum Written {
+        Truth(bool),
+        Number(i64),
+        Text(String),
+    }
+    let text = match Written::deserialize(deserializer)? {
+        Written::Truth(truth) => truth.to_string(),
+        Written::Number(number) => number.to_string(),
+        Written::Text(text) => text,
+    };
+    text.trim().parse().map_err(D::Error::custom)
+}
+
 fn stripe_url() -> String {
     "https://api.stripe.com".into()
 }
 
-fn wechat_url() -> String {
-    "https://api.mch.weixin.qq.com".into()
+impl WechatSettings {
+    /// WeChat Pay's address, unless another is given.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        let own = if self.global { "https://apihk.mch.weixin.qq.com" } else { "https://api.mch.weixin.qq.com" };
+        self.url.as_deref().unwrap_or(own)
+    }
 }
 
 fn alipay_url() -> String {
@@ -252,13 +290,13 @@ impl ProviderSettings {
         }
     }
 
-    /// Where this provider is asked.
+    /// Where it is asked.
     #[must_use]
     pub fn url(&self) -> &str {
         match self {
             Self::Http(own) => &own.url,
             Self::Stripe(own) => &own.url,
-            Self::Wechat(own) => &own.url,
+            Self::Wechat(own) => own.url(),
             Self::Alipay(own) => &own.url,
             Self::Paypal(own) => &own.url,
             Self::Adyen(own) => &own.url,
@@ -274,7 +312,8 @@ impl ProviderSettings {
                 let why = "is missing, and so is bearer_token_file; name at least one, so that the payment service can refuse requests of others";
                 Err(InvalidSetting::new(format!("{section}.hmac_key_file"), why))
             }
-            Self::Http(_) | Self::Stripe(_) | Self::Adyen(_) => Ok(()),
+            Self::Stripe(own) => own.account.as_deref().map_or(Ok(()), |account| plain("account", account)),
+            Self::Http(_) | Self::Adyen(_) => Ok(()),
             Self::Wechat(own) => {
                 plain("merchant_id", &own.merchant_id)?;
                 plain("certificate_serial", &own.certificate_serial)?;

@@ -4,11 +4,37 @@
 //! Does no I/O. An answer without a row is an error, never a guess.
 
 use std::fmt::{self, Write as _};
+use std::time::Duration;
 
 use order_timeout_core::payment::{Answer, Money};
 use serde_json::Value;
 
 use crate::call_error::CallError;
+
+/// The documented answers of one kind of provider.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Table {
+    /// The kind, as in the settings.
+    pub kind: &'static str,
+    /// What it proves that the provider knows no such attempt.
+    pub not_known: NotKnown,
+    /// The answers. The first row that holds decides.
+    pub rows: &'static [Row],
+}
+
+/// What it proves that a provider does not know an attempt, for rows that mean [`Meaning::NotKnown`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotKnown {
+    /// The shop gives the number, so the customer has not begun to pay: [`Answer::Absent`].
+    NotBegun,
+    /// The provider gave the number and never forgets it, so the key is one of another mode or account: no answer.
+    OtherAccount,
+    /// The provider gave the number, and forgets what was not paid: [`Answer::Forgotten`].
+    Forgotten {
+        /// No attempt is forgotten earlier than so long after it was begun.
+        after: Duration,
+    },
+}
 
 /// Which call an answer belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +50,8 @@ pub enum Call {
 pub struct Row {
     /// The calls that have this answer.
     pub calls: &'static [Call],
-    /// What was asked for, where a provider has several resources, such as a payment intent and a checkout session.
+    /// What was asked for, where a provider has several resources, such as a payment intent and a checkout session; empty
+    /// for all.
     pub resource: &'static str,
     /// The status of the HTTP answer.
     pub http_status: u16,
@@ -71,12 +98,14 @@ pub enum Meaning {
     Open,
     /// [`Answer::InProgress`].
     InProgress,
+    /// [`Answer::Pending`].
+    Pending,
     /// [`Answer::Closed`].
     Closed,
     /// [`Answer::Refunded`].
     Refunded,
-    /// [`Answer::Absent`].
-    Absent,
+    /// The provider knows no such attempt; the table's [`NotKnown`] says what that proves.
+    NotKnown,
     /// [`Answer::Unknown`], with the reason as a sentence about the provider.
     Unknown(&'static str),
     /// The provider refuses to cancel because of the state of the payment. The state is asked for, and is the answer.
@@ -117,44 +146,44 @@ pub(crate) struct Said<'a> {
     pub(crate) body: &'a Value,
 }
 
-/// The row that an answer is documented by.
-pub(crate) fn find(table: &'static [Row], said: Said<'_>) -> Option<&'static Row> {
-    table.iter().find(|row| {
-        row.is_for(said) && row.http_status == said.http_status && row.fields.iter().all(|field| field.holds(said.body))
-    })
-}
-
 /// Looks an answer up and says what it means. `money` reads the amount in it, `Ok(None)` where it documents none;
 /// `section` is the provider's, for a refusal of the keys.
 ///
 /// # Errors
 /// [`CallError`] for an answer without a row, and for rows that mean [`Meaning::Unknown`].
 pub(crate) fn decide(
-    table: &'static [Row],
+    table: &Table,
     said: Said<'_>,
     section: &str,
     money: impl FnOnce() -> Result<Option<Money>, CallError>,
 ) -> Result<Verdict, CallError> {
-    let Some(row) = find(table, said) else { return Err(undocumented(table, said, section)) };
+    let Some(row) = table.rows.iter().find(|row| row.holds(said)) else {
+        return Err(undocumented(table.rows, said, section));
+    };
     Ok(Verdict::Answer(match row.meaning {
         Meaning::Paid => Answer::Paid { money: money()? },
         Meaning::Open => Answer::Open,
         Meaning::InProgress => Answer::InProgress,
+        Meaning::Pending => Answer::Pending,
         Meaning::Closed => Answer::Closed,
         Meaning::Refunded => Answer::Refunded,
-        Meaning::Absent => Answer::Absent,
+        Meaning::NotKnown => match table.not_known {
+            NotKnown::NotBegun => Answer::Absent,
+            NotKnown::OtherAccount => return Err(CallError::NotKnown(section.to_owned())),
+            NotKnown::Forgotten { after } => Answer::Forgotten { after },
+        },
         Meaning::Unknown(why) => return Err(CallError::Undecided(why)),
         Meaning::AskAgain => return Ok(Verdict::AskAgain),
     }))
 }
 
-fn undocumented(table: &'static [Row], said: Said<'_>, section: &str) -> CallError {
+fn undocumented(rows: &[Row], said: Said<'_>, section: &str) -> CallError {
     let status = said.http_status;
     if matches!(status, 401 | 403) {
         return CallError::Refused { status, section: section.to_owned() };
     }
     let mut words = Vec::new();
-    for field in table.iter().filter(|row| row.is_for(said)).flat_map(|row| row.fields) {
+    for field in rows.iter().filter(|row| row.is_for(said)).flat_map(|row| row.fields) {
         let name = name(field.pointer);
         if let Some(value) = said.body.pointer(field.pointer).and_then(shown)
             && !words.iter().any(|(known, _)| *known == name)
@@ -187,7 +216,13 @@ fn name(pointer: &str) -> String {
 
 impl Row {
     fn is_for(&self, said: Said<'_>) -> bool {
-        self.calls.contains(&said.call) && self.resource == said.resource
+        self.calls.contains(&said.call) && (self.resource.is_empty() || self.resource == said.resource)
+    }
+
+    fn holds(&self, said: Said<'_>) -> bool {
+        self.is_for(said)
+            && self.http_status == said.http_status
+            && self.fields.iter().all(|field| field.holds(said.body))
     }
 }
 
@@ -226,20 +261,35 @@ impl fmt::Display for Meaning {
             Self::Paid => f.write_str("paid"),
             Self::Open => f.write_str("open"),
             Self::InProgress => f.write_str("in progress"),
+            Self::Pending => f.write_str("pending"),
             Self::Closed => f.write_str("closed"),
             Self::Refunded => f.write_str("refunded"),
-            Self::Absent => f.write_str("absent"),
+            Self::NotKnown => f.write_str("not known"),
             Self::Unknown(why) => write!(f, "unknown: {why}"),
             Self::AskAgain => f.write_str("its state is asked for, and is the answer"),
         }
     }
 }
 
+impl fmt::Display for NotKnown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotBegun => f.write_str("absent"),
+            Self::OtherAccount => f.write_str("unknown: a key of another mode or account"),
+            Self::Forgotten { after } => write!(
+                f,
+                "closed, if the attempt is more than {} hours old; before that unknown: a key of another account",
+                after.as_secs() / 3_600
+            ),
+        }
+    }
+}
+
 /// A table as Markdown, for the documents.
 #[must_use]
-pub fn markdown(table: &[Row]) -> String {
+pub fn markdown(table: &Table) -> String {
     let mut text = String::from("| call | HTTP | answer | means | source |\n| --- | --- | --- | --- | --- |\n");
-    for row in table {
+    for row in table.rows {
         let calls: Vec<_> = row.calls.iter().map(|call| if *call == Call::Ask { "ask" } else { "cancel" }).collect();
         let fields: Vec<_> = row.fields.iter().map(Field::to_string).collect();
         let said = match (row.resource, fields.is_empty()) {
@@ -248,6 +298,10 @@ pub fn markdown(table: &[Row]) -> String {
             (resource, false) => format!("{resource}: {}", fields.join(", ")),
         };
         let Row { http_status, meaning, source, .. } = row;
+        let meaning = match meaning {
+            Meaning::NotKnown => table.not_known.to_string(),
+            meaning => meaning.to_string(),
+        };
         let _ = writeln!(text, "| {} | {http_status} | {said} | {meaning} | {source} |", calls.join(", "));
     }
     text
@@ -259,7 +313,7 @@ mod tests {
 
     use super::*;
 
-    const TABLE: &[Row] = &[
+    const ROWS: &[Row] = &[
         Row {
             calls: ASK,
             resource: "",
@@ -276,10 +330,19 @@ mod tests {
             meaning: Meaning::Paid,
             source: "",
         },
+        Row {
+            calls: ASK,
+            resource: "",
+            http_status: 404,
+            fields: &[text("/status", "none")],
+            meaning: Meaning::NotKnown,
+            source: "",
+        },
     ];
+    const TABLE: Table = Table { kind: "x", not_known: NotKnown::OtherAccount, rows: ROWS };
 
     fn decided(call: Call, http_status: u16, body: &Value) -> Result<Verdict, CallError> {
-        decide(TABLE, Said { call, resource: "", http_status, body }, "providers.x", || Ok(None))
+        decide(&TABLE, Said { call, resource: "", http_status, body }, "providers.x", || Ok(None))
     }
 
     #[test]
@@ -288,6 +351,18 @@ mod tests {
         assert_eq!(decided(Call::Ask, 200, &refunded), Ok(Verdict::Answer(Answer::Refunded)));
         let paid = json!({"status": "paid", "charge": null});
         assert_eq!(decided(Call::Ask, 200, &paid), Ok(Verdict::Answer(Answer::Paid { money: None })));
+    }
+
+    #[test]
+    fn not_known_proves_what_table_says() {
+        let body = json!({"status": "none"});
+        let said = Said { call: Call::Ask, resource: "", http_status: 404, body: &body };
+        let decided = |not_known| decide(&Table { not_known, ..TABLE }, said, "providers.x", || Ok(None));
+        let after = Duration::from_secs(3_600);
+        assert_eq!(decided(NotKnown::NotBegun), Ok(Verdict::Answer(Answer::Absent)));
+        assert_eq!(decided(NotKnown::Forgotten { after }), Ok(Verdict::Answer(Answer::Forgotten { after })));
+        let why = decided(NotKnown::OtherAccount).unwrap_err().to_string();
+        assert!(why.contains("another mode or account") && why.contains("providers.x"), "{why}");
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! WeChat Pay, API v3, for merchants of their own: query and close by `out_trade_no`.
+//! WeChat Pay, API v3, for merchants of their own, in China and elsewhere: query and close by `out_trade_no`. Read on
+//! 2026-11-27 in pay.weixin.qq.com, where the pages are of 2024 and 2025.
 //!
 //! No answer decides anything unless its signature was verified.
 
@@ -17,7 +18,7 @@ use crate::client::{Client, Outgoing, Reply, accept_json, json_body, secret_head
 use crate::protocol::{Protocol, path_segment};
 use crate::rsa::{Signer, Verifier};
 use crate::settings::WechatSettings;
-use crate::table::{ASK, BOTH, CANCEL, Call, Meaning, Row, Said, Verdict, decide, text};
+use crate::table::{ASK, BOTH, CANCEL, Call, Meaning, NotKnown, Row, Said, Table, Verdict, decide, text};
 use crate::{local_clock, money};
 
 const QUERY: &str = "pay.weixin.qq.com/doc/v3/merchant/4013070356, `trade_state`";
@@ -49,8 +50,7 @@ const fn error(
 const STATE: &str = "/trade_state";
 const CODE: &str = "/code";
 
-/// The documented answers.
-pub(crate) const TABLE: &[Row] = &[
+const ROWS: &[Row] = &[
     state(&[text(STATE, "SUCCESS")], Meaning::Paid),
     state(&[text(STATE, "REFUND")], Meaning::Refunded),
     state(&[text(STATE, "NOTPAY")], Meaning::Open),
@@ -62,8 +62,8 @@ pub(crate) const TABLE: &[Row] = &[
     state(&[text(STATE, "PAYERROR")], Meaning::Open),
     Row { calls: CANCEL, resource: "", http_status: 204, fields: &[], meaning: Meaning::Closed, source: CLOSE },
     error(BOTH, 202, &[text(CODE, "USER_PAYING")], Meaning::InProgress),
-    error(BOTH, 404, &[text(CODE, "ORDER_NOT_EXIST")], Meaning::Absent),
-    Row { source: FORMER_ERRORS, ..error(BOTH, 404, &[text(CODE, "ORDERNOTEXIST")], Meaning::Absent) },
+    error(BOTH, 404, &[text(CODE, "ORDER_NOT_EXIST")], Meaning::NotKnown),
+    Row { source: FORMER_ERRORS, ..error(BOTH, 404, &[text(CODE, "ORDERNOTEXIST")], Meaning::NotKnown) },
     error(BOTH, 400, &[text(CODE, "ORDER_CLOSED")], Meaning::Closed),
     // For example that the order was paid.
     error(CANCEL, 400, &[text(CODE, "INVALID_REQUEST")], Meaning::AskAgain),
@@ -86,12 +86,19 @@ pub(crate) const TABLE: &[Row] = &[
     error(BOTH, 500, &[text(CODE, "OPENID_MISMATCH")], Meaning::Unknown(FAILED)),
 ];
 
+/// The shop gives the number: WeChat Pay knows it when the shop has placed the order there.
+pub(crate) const TABLE: Table = Table { kind: "wechat", not_known: NotKnown::NotBegun, rows: ROWS };
+
+/// The paths in China, and elsewhere (pay.weixin.qq.com/doc/global/v3/zh/4013014223 and the pages beside it).
+const PATHS: [&str; 2] = ["/v3/pay/transactions", "/v3/global/transactions"];
+
 /// How far the time in an answer may be from this machine's: the window of WeChat Pay's own libraries.
 const LARGEST_CLOCK_DIFFERENCE: Duration = Duration::from_secs(300);
 
 /// The client of one merchant.
 pub(crate) struct Wechat {
     client: Client,
+    path: &'static str,
     merchant_id: String,
     certificate_serial: String,
     signer: Signer,
@@ -120,7 +127,8 @@ impl Wechat {
             Ok((id, verifier))
         });
         Ok(Self {
-            client: Client::new(section, &settings.url, settings.ca_file.as_deref(), &settings.limits)?,
+            client: Client::new(section, settings.url(), settings.ca_file.as_deref(), &settings.limits)?,
+            path: PATHS[usize::from(settings.global)],
             merchant_id: settings.merchant_id.clone(),
             certificate_serial: settings.certificate_serial.clone(),
             signer: Signer::read(section, "private_key_file", &settings.private_key_file)?,
@@ -142,7 +150,7 @@ impl Wechat {
     }
 
     fn outgoing(&self, call: Call, reference: &str) -> Result<Outgoing, CallError> {
-        let path = format!("/v3/pay/transactions/out-trade-no/{}", path_segment(reference)?);
+        let path = format!("{}/out-trade-no/{}", self.path, path_segment(reference)?);
         let (method, path, body) = match call {
             Call::Ask => (Method::GET, format!("{path}?mchid={}", self.merchant_id), String::new()),
             Call::Cancel => (Method::POST, format!("{path}/close"), json!({ "mchid": self.merchant_id }).to_string()),
@@ -197,7 +205,7 @@ impl Wechat {
         let (section, status) = (self.client.section(), reply.status);
         let body = reply.json(section)?;
         let said = Said { call, resource: "", http_status: status, body: &body };
-        let verdict = decide(TABLE, said, section, || paid(&body).ok_or(CallError::Unreadable { status }))?;
+        let verdict = decide(&TABLE, said, section, || paid(&body).ok_or(CallError::Unreadable { status }))?;
         // A refused request may be unsigned, and decides nothing: `decide` has returned its reason.
         self.verify(reply)?;
         if status == 200 {
@@ -221,6 +229,8 @@ fn paid(body: &Value) -> Option<Option<Money>> {
 }
 
 impl Protocol for Wechat {
+    const NO_PAYMENT: &'static str = "order-timeout-asks-0000000000000";
+
     async fn call(&self, call: Call, attempt: &Attempt) -> Result<Verdict, CallError> {
         let reply = self.client.send(self.outgoing(call, &attempt.reference)?).await?;
         self.verdict(call, attempt, &reply)

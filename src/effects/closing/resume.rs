@@ -66,9 +66,10 @@ fn read_attempt(row: &PgRow) -> Result<Option<ClaimedAttempt>, sqlx::Error> {
         Money { amount_minor: row.try_get("amount_minor")?, currency: Currency::new(&currency).map_err(decode)? };
     let attempt = Attempt { provider, reference: row.try_get("reference")?, money };
     let recorded = if state == "paid" { Recorded::Paid } else { Recorded::Open };
+    let Timestamptz(begun_at) = row.try_get("created_at")?;
     let payable_until: Option<Timestamptz> = row.try_get("payable_until")?;
     let payable_until = payable_until.map(|Timestamptz(moment)| moment);
-    Ok(Some(ClaimedAttempt { attempt, recorded, payable_until }))
+    Ok(Some(ClaimedAttempt { attempt, recorded, begun_at, payable_until }))
 }
 
 fn decode(fault: impl std::error::Error + Send + Sync + 'static) -> sqlx::Error {

@@ -86,6 +86,8 @@ check_names! {
     ParkedAlarms = "parked_alarms",
     /// Alarms close the orders, not the sweep.
     ClosesBySweep = "closes_by_sweep",
+    /// Payment providers accept the keys, and know the payments.
+    Providers = "providers",
     /// A connection to the broker can be opened.
     BrokerReachable = "broker_reachable",
     /// The connection to another machine is encrypted.

@@ -11,6 +11,7 @@ mod clocks;
 mod database;
 mod management;
 mod orders;
+mod providers;
 mod server;
 mod workers;
 
@@ -49,6 +50,7 @@ pub async fn examine(settings: &Settings, options: &Options) -> Report {
         Some(database) => workers::examine(settings, database, &mut checks).await,
         None => None,
     };
+    providers::examine(settings, database.as_ref(), &mut checks).await;
     if !settings.delay.strategy.needs_broker() {
         return checks.report(&OF_DATABASE);
     }
@@ -57,8 +59,8 @@ pub async fn examine(settings: &Settings, options: &Options) -> Report {
 }
 
 /// The checks of a deployment without a broker.
-const OF_DATABASE: [CheckName; 29] = {
-    let mut names = [CheckName::DatabaseReachable; 29];
+const OF_DATABASE: [CheckName; 30] = {
+    let mut names = [CheckName::DatabaseReachable; 30];
     let mut at = 0;
     while at < names.len() {
         names[at] = CheckName::ALL[at];
@@ -73,7 +75,7 @@ mod tests {
 
     #[test]
     fn checks_without_broker_come_first() {
-        assert_eq!(OF_DATABASE[28], CheckName::ClosesBySweep);
-        assert_eq!(CheckName::ALL[29], CheckName::BrokerReachable);
+        assert_eq!(OF_DATABASE[29], CheckName::Providers);
+        assert_eq!(CheckName::ALL[30], CheckName::BrokerReachable);
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
+use order_timeout_core::payment::{Attempt, Currency, Money};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
@@ -204,4 +205,23 @@ pub(super) async fn now(database: &Database) -> Result<Timestamp, String> {
     let select = sqlx::query_scalar("SELECT clock_timestamp()");
     let now = database.run(async |connection| select.fetch_one(connection).await).await;
     now.map(|Timestamptz(now)| now).map_err(|error| one_line(&error))
+}
+
+/// Of the hundred unpaid orders that fall due last, so that the deadline index finds them. Younger than what a provider forgets.
+const NEWEST_ATTEMPTS: &str = "SELECT DISTINCT ON (p.provider) p.provider, p.reference, p.amount_minor, p.currency
+    FROM (SELECT id FROM orders WHERE status = 'unpaid' AND expires_at > now() ORDER BY expires_at DESC LIMIT 100) AS o
+    JOIN payment_attempts p ON p.order_id = o.id::text
+    WHERE p.state = 'open' AND p.created_at > now() - interval '1 hour'
+    ORDER BY p.provider, p.created_at DESC";
+
+/// The newest attempt of each provider. None without such tables, or the right to read them.
+pub(super) async fn newest_attempts(database: &Database) -> Vec<Attempt> {
+    let rows = database.run(async |connection| sqlx::query(NEWEST_ATTEMPTS).fetch_all(connection).await).await;
+    rows.unwrap_or_default().iter().filter_map(|row| read_attempt(row).ok()).collect()
+}
+
+fn read_attempt(row: &PgRow) -> anyhow::Result<Attempt> {
+    let currency: String = row.try_get("currency")?;
+    let money = Money { amount_minor: row.try_get("amount_minor")?, currency: Currency::new(&currency)? };
+    Ok(Attempt { provider: row.try_get("provider")?, reference: row.try_get("reference")?, money })
 }

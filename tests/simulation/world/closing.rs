@@ -112,7 +112,8 @@ impl World {
             }
             let recorded = if attempt.state == AttemptState::Paid { Recorded::Paid } else { Recorded::Open };
             if attempt.state != AttemptState::Closed {
-                open.push(ClaimedAttempt { attempt: attempt.to_attempt(), recorded, payable_until: None });
+                let begun_at = Timestamp::from_unix_micros(0);
+                open.push(ClaimedAttempt { attempt: attempt.to_attempt(), recorded, begun_at, payable_until: None });
             }
         }
         let was_judged = rounds > 0 || has_waited;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use order_timeout_core::order::Timestamp;
 use order_timeout_core::payment::{Answer, Money};
-use order_timeout_providers::table::{Call, Field, Is, Meaning, Row};
+use order_timeout_providers::table::{Call, Field, Is, Meaning, NotKnown, Row, Table};
 use order_timeout_providers::tables;
 use serde_json::{Value, json};
 
@@ -30,12 +30,12 @@ pub fn template(kind: &str, resource: &str) -> Value {
     match (kind, resource) {
         ("http", _) => json!({"reference": id, "amount_minor": 1999, "currency": "EUR"}),
         ("stripe", "payment intent") => json!({
-            "id": id, "object": "payment_intent", "amount": 1999, "amount_received": 1999, "amount_capturable": 1999,
+            "id": id, "object": "payment_intent", "amount": 1999, "amount_received": 1999, "amount_capturable": 0,
             "currency": "eur", "latest_charge": {"amount_refunded": 0},
         }),
         ("stripe", _) => json!({
             "id": id, "object": "checkout.session", "amount_total": 1999, "currency": "eur", "payment_status": "unpaid",
-            "payment_intent": {"latest_charge": {"amount_refunded": 0}},
+            "payment_intent": {"amount": 1999, "latest_charge": {"amount_refunded": 0}},
         }),
         ("wechat", _) => json!({
             "out_trade_no": id, "mchid": "1900000001", "amount": {"total": 1999, "currency": "CNY"},
@@ -55,7 +55,13 @@ fn money(kind: &str) -> Money {
 /// The body that a row describes.
 pub fn body(kind: &str, row: &Row) -> Value {
     let mut body = if row.http_status == 200 { template(kind, row.resource) } else { json!({"message": "x"}) };
-    for Field { pointer, is } in row.fields.iter().filter(|field| !field.pointer.starts_with("/shop_")) {
+    // What the provider's module puts into the answer itself.
+    let is_sent = |field: &&Field| !field.pointer.starts_with("/shop_") && field.pointer != "/partly_funded";
+    if !row.fields.iter().all(|field| is_sent(&field)) && kind == "stripe" {
+        let intent = if row.resource == "payment intent" { "" } else { "/payment_intent" };
+        set(&mut body, &format!("{intent}/next_action/display_bank_transfer_instructions/amount_remaining"), json!(1));
+    }
+    for Field { pointer, is } in row.fields.iter().filter(is_sent) {
         let value = match is {
             Is::Text(text) => json!(text),
             Is::True => json!(true),
@@ -154,14 +160,18 @@ fn pending_order() -> Value {
     order
 }
 
-fn paid_row(table: &'static [Row], resource: &str) -> &'static Row {
+fn paid_row(table: &'static Table, resource: &str) -> &'static Row {
     let resource = if resource == "authorization" { "order" } else { resource };
-    table.iter().find(|row| row.meaning == Meaning::Paid && row.resource == resource).unwrap()
+    table
+        .rows
+        .iter()
+        .find(|row| row.meaning == Meaning::Paid && (resource.is_empty() || row.resource == resource))
+        .unwrap()
 }
 
 /// A provider's side that answers a call as a row says, and a question after a refused cancel with "paid".
-fn plays(kind: &'static str, table: &'static [Row], row: &'static Row) -> impl Fn(&Seen) -> Reply + Send + Sync {
-    let asked = Mutex::new(0);
+fn plays(table: &'static Table, row: &'static Row) -> impl Fn(&Seen) -> Reply + Send + Sync {
+    let (asked, kind) = (Mutex::new(0), table.kind);
     move |seen| {
         if seen.path.starts_with("/v1/oauth2") {
             return paypal_token();
@@ -181,8 +191,9 @@ fn plays(kind: &'static str, table: &'static [Row], row: &'static Row) -> impl F
     }
 }
 
-async fn holds(kind: &'static str, table: &'static [Row], row: &'static Row, call: Call) {
-    let server = Server::start(plays(kind, table, row)).await;
+async fn holds(table: &'static Table, row: &'static Row, call: Call) {
+    let kind = table.kind;
+    let server = Server::start(plays(table, row)).await;
     let promised = row.fields.iter().any(|field| field.pointer.starts_with("/shop_"));
     let more = if promised { "shop_captures_only_open_orders = true" } else { "" };
     let setup = Setup::new(kind, &server.url(), more);
@@ -196,9 +207,17 @@ async fn holds(kind: &'static str, table: &'static [Row], row: &'static Row, cal
         Meaning::Paid | Meaning::AskAgain => Answer::Paid { money: Some(money(kind)) },
         Meaning::Open => Answer::Open,
         Meaning::InProgress => Answer::InProgress,
+        Meaning::Pending => Answer::Pending,
         Meaning::Closed => Answer::Closed,
         Meaning::Refunded => Answer::Refunded,
-        Meaning::Absent => Answer::Absent,
+        Meaning::NotKnown => match table.not_known {
+            NotKnown::NotBegun => Answer::Absent,
+            NotKnown::Forgotten { after } => Answer::Forgotten { after },
+            NotKnown::OtherAccount => {
+                assert!(why(&said).contains("another mode or account"), "{context}: {said:?}");
+                return;
+            }
+        },
         Meaning::Unknown(reason) => {
             let why = why(&said);
             let is_expected = matches!(row.http_status, 429 | 500..) || why.contains(reason);
@@ -209,12 +228,15 @@ async fn holds(kind: &'static str, table: &'static [Row], row: &'static Row, cal
     assert_eq!(said, expected, "{context}");
 }
 
+fn table_of(kind: &str) -> &'static Table {
+    tables().into_iter().find(|table| table.kind == kind).unwrap()
+}
+
 async fn every_row_holds(kind: &'static str) {
-    let (_, table) = tables().into_iter().find(|(name, _)| *name == kind).unwrap();
     let mut played = 0;
-    for row in table {
+    for row in table_of(kind).rows {
         for call in row.calls {
-            holds(kind, table, row, *call).await;
+            holds(table_of(kind), row, *call).await;
             played += 1;
         }
     }
@@ -254,9 +276,9 @@ async fn every_row_of_adyen_holds() {
 /// A row below another that holds whenever it does would never decide.
 #[test]
 fn no_row_hides_another() {
-    for (kind, table) in tables() {
-        for (at, row) in table.iter().enumerate() {
-            for earlier in &table[..at] {
+    for Table { kind, rows, .. } in tables() {
+        for (at, row) in rows.iter().enumerate() {
+            for earlier in &rows[..at] {
                 let is_same_question = earlier.resource == row.resource
                     && earlier.http_status == row.http_status
                     && earlier.calls.iter().any(|call| row.calls.contains(call));
@@ -269,17 +291,17 @@ fn no_row_hides_another() {
 
 #[test]
 fn every_row_names_its_source() {
-    for (kind, table) in tables() {
-        assert!(table.iter().all(|row| row.source.len() > 20), "{kind}");
-        // "No such order" proves nothing.
-        assert!(table.iter().all(|row| row.http_status != 404 || row.meaning != Meaning::Closed), "{kind}");
+    for Table { kind, rows, .. } in tables() {
+        assert!(rows.iter().all(|row| row.source.len() > 20), "{kind}");
+        // What "no such order" proves is said by the table.
+        assert!(rows.iter().all(|row| row.http_status != 404 || row.meaning != Meaning::Closed), "{kind}");
+        assert!(rows.iter().any(|row| row.meaning == Meaning::NotKnown), "{kind}");
     }
 }
 
 /// The first successful row of a kind, with one change.
 async fn says(kind: &'static str, change: impl Fn(&mut u16, &mut Value)) -> Answer {
-    let (_, table) = tables().into_iter().find(|(name, _)| *name == kind).unwrap();
-    let row = paid_row(table, table[0].resource);
+    let row = paid_row(table_of(kind), table_of(kind).rows[0].resource);
     let (mut status, mut body) = (200, body(kind, row));
     change(&mut status, &mut body);
     let said = Arc::new((status, body));
@@ -320,8 +342,7 @@ async fn malformed_answers_close_nothing() {
     let others =
         [json!(null), json!(true), json!(0), json!(-1), json!(1e99), json!(""), json!("x"), json!([]), json!({})];
     for kind in KINDS {
-        let (_, table) = tables().into_iter().find(|(name, _)| *name == kind).unwrap();
-        let row = paid_row(table, table[0].resource);
+        let row = paid_row(table_of(kind), table_of(kind).rows[0].resource);
         let (paid, mut found) = (body(kind, row), Vec::new());
         pointers(&paid, "", &mut found);
         let mut bodies = Vec::new();
@@ -433,6 +454,21 @@ async fn money_is_what_answer_says() {
     assert_eq!(said, Answer::Paid { money: None });
 }
 
+/// The shop promises nothing of an order that PayPal captures itself.
+#[tokio::test]
+async fn paypal_captures_some_orders_itself() {
+    let mut order = template("paypal", "order");
+    (order["status"], order["processing_instruction"]) =
+        (json!("CREATED"), json!("ORDER_COMPLETE_ON_PAYMENT_APPROVAL"));
+    let server = Server::start(move |seen| match seen.path.as_str() {
+        "/v1/oauth2/token" => paypal_token(),
+        _ => answer("paypal", seen, 200, &order),
+    })
+    .await;
+    let setup = Setup::new("paypal", &server.url(), "shop_captures_only_open_orders = true");
+    assert_eq!(setup.cancel(reference("paypal", "order")).await, Answer::Open);
+}
+
 #[tokio::test]
 async fn several_captures_are_left_to_people() {
     let capture = json!({"status": "COMPLETED", "amount": {"value": "10.00", "currency_code": "EUR"}});
@@ -441,6 +477,69 @@ async fn several_captures_are_left_to_people() {
     })
     .await;
     assert!(why(&said).contains("several purchase units"), "{said:?}");
+}
+
+/// What was captured, and what is still held: the rest of a partial capture that is not the last one.
+#[tokio::test]
+async fn stripe_adds_what_is_held() {
+    let said = says("stripe", |_, body| {
+        body["status"] = json!("requires_capture");
+        (body["amount_received"], body["amount_capturable"]) = (json!(500), json!(1_499));
+    })
+    .await;
+    assert_eq!(said, Answer::Paid { money: Some(euros(1_999)) });
+}
+
+/// Of two values for one key, which one the provider means cannot be known.
+#[tokio::test]
+async fn doubled_keys_are_no_answer() {
+    for kind in KINDS {
+        let row = paid_row(table_of(kind), table_of(kind).rows[0].resource);
+        let text = body(kind, row).to_string();
+        let doubled = text.replacen('{', &format!("{{\"{}\":\"none\",", state_field(kind)), 1);
+        let server = Server::start(move |seen| match (kind, seen.path.as_str()) {
+            (_, "/v1/oauth2/token") => paypal_token(),
+            ("wechat", _) => signed_as_wechat("theirs", "PUB_KEY_ID_01", now_s(), 200, &doubled),
+            ("alipay", _) => signed_as_alipay("theirs", seen, &doubled),
+            _ => with_headers(200, &[], &doubled),
+        })
+        .await;
+        let said = Setup::new(kind, &server.url(), "").ask(reference(kind, row.resource)).await;
+        assert!(why(&said).contains("not the JSON"), "{kind}: {said:?}");
+    }
+}
+
+#[tokio::test]
+async fn keys_are_tried_without_payment() {
+    for table in tables() {
+        let kind = table.kind;
+        let right = table.rows.iter().find(|row| row.meaning == Meaning::NotKnown).unwrap();
+        let says = plays(table, right);
+        let server = Server::start(move |seen| match kind {
+            "http" => answer(kind, seen, 200, &json!({"reference": seen.json()["reference"], "state": "absent"})),
+            "alipay" => answer(kind, seen, 200, &json!({"code": "40004", "sub_code": "ACQ.TRADE_NOT_EXIST"})),
+            _ => says(seen),
+        })
+        .await;
+        assert_eq!(Setup::new(kind, &server.url(), "").provider.try_keys().await, Ok(()), "{kind}");
+        assert!(server.seen().iter().all(|seen| seen.path.starts_with("/v1/oauth2") || is_ask(kind, seen)), "{kind}");
+        let server = Server::start(|_| with_headers(401, &[], "{}")).await;
+        let why = Setup::new(kind, &server.url(), "").provider.try_keys().await.unwrap_err();
+        assert!(why.contains("HTTP 401") || kind == "alipay", "{kind}: {why}");
+        drop(server);
+        let gone = Setup::new(kind, "http://127.0.0.1:1", "").provider.try_keys().await.unwrap_err();
+        assert!(gone.contains("no connection"), "{kind}: {gone}");
+    }
+}
+
+#[tokio::test]
+async fn wechat_has_another_path_elsewhere() {
+    let table = table_of("wechat");
+    for (global, path) in [("false", "/v3/pay/transactions/"), ("true", "/v3/global/transactions/")] {
+        let server = Server::start(plays(table, &table.rows[0])).await;
+        Setup::new("wechat", &server.url(), &format!("global = {global}")).ask(reference("wechat", "")).await;
+        assert!(server.seen()[0].path.starts_with(path), "{:?}", server.seen());
+    }
 }
 
 #[tokio::test]
@@ -459,9 +558,10 @@ async fn references_of_another_form_are_unknown() {
 
 #[tokio::test]
 async fn calls_may_be_repeated() {
-    for (kind, table) in tables() {
-        let row = table.iter().find(|row| row.meaning == Meaning::Closed && row.calls.contains(&Call::Cancel)).unwrap();
-        let server = Server::start(plays(kind, table, row)).await;
+    for table in tables() {
+        let (kind, mut rows) = (table.kind, table.rows.iter());
+        let row = rows.find(|row| row.meaning == Meaning::Closed && row.calls.contains(&Call::Cancel)).unwrap();
+        let server = Server::start(plays(table, row)).await;
         let setup = Setup::new(kind, &server.url(), "");
         let reference = reference(kind, row.resource);
         for _ in 0..3 {
@@ -474,7 +574,7 @@ async fn calls_may_be_repeated() {
 
 #[tokio::test]
 async fn paypal_asks_once_for_token() {
-    let order = Arc::new(body("paypal", paid_row(tables()[4].1, "order")));
+    let order = Arc::new(body("paypal", paid_row(table_of("paypal"), "order")));
     let server = Server::start(move |seen| match seen.path.as_str() {
         "/v1/oauth2/token" => paypal_token(),
         _ => answer("paypal", seen, 200, &order),
@@ -496,7 +596,7 @@ async fn paypal_asks_once_for_token() {
 
 #[tokio::test]
 async fn paypal_replaces_revoked_token() {
-    let order = body("paypal", paid_row(tables()[4].1, "order"));
+    let order = body("paypal", paid_row(table_of("paypal"), "order"));
     let given = Mutex::new(0);
     let server = Server::start(move |seen| {
         let mut given = given.lock().unwrap();
@@ -517,10 +617,10 @@ async fn paypal_replaces_revoked_token() {
 
 #[tokio::test]
 async fn stripe_requests_are_as_documented() {
-    let table = tables()[1].1;
-    let row = table.iter().find(|row| row.meaning == Meaning::Closed && row.resource == "payment intent").unwrap();
-    let server = Server::start(plays("stripe", table, row)).await;
-    let setup = Setup::new("stripe", &server.url(), "");
+    let table = table_of("stripe");
+    let row = table.rows.iter().find(|row| row.meaning == Meaning::Closed && row.resource == "payment intent").unwrap();
+    let server = Server::start(plays(table, row)).await;
+    let setup = Setup::new("stripe", &server.url(), "account = \"acct_1ABC\"");
     let reference = reference("stripe", "payment intent");
     setup.ask(reference).await;
     setup.cancel(reference).await;
@@ -530,7 +630,8 @@ async fn stripe_requests_are_as_documented() {
     assert_eq!(seen[1].path, format!("/v1/payment_intents/{reference}/cancel"));
     assert_eq!(seen[1].body, "expand%5B%5D=latest_charge");
     for seen in seen {
-        assert_eq!(seen.header("stripe-version"), "2024-06-20");
+        assert_eq!(seen.header("stripe-version"), "2025-03-31.basil");
+        assert_eq!(seen.header("stripe-account"), "acct_1ABC");
         assert_eq!(seen.header("authorization"), "Bearer sk_test_51SecretOfStripe");
         assert!(seen.header("user-agent").starts_with("order-timeout/"));
     }

@@ -49,12 +49,13 @@ pub(super) enum Next {
     Rest(Verdict),
 }
 
-/// `has_waited`: whether the order has had its wait for a customer who is paying.
+/// `has_waited`: whether the order has had its wait for a customer who is paying. `rounds`: how many ended without an answer.
 pub(super) fn decide(
     call: CallKind,
     answer: &Answer,
     attempt: &ClaimedAttempt,
     has_waited: bool,
+    rounds: u32,
     now: Timestamp,
 ) -> Next {
     let verdict = match (answer, call) {
@@ -63,9 +64,11 @@ pub(super) fn decide(
         (Answer::Unknown(unknown), _) => {
             Verdict::Unknown(Missing { retry_after: unknown.retry_after, is_round: unknown.was_asked })
         }
+        // A bank decides: there is nothing to cancel, however long it takes.
+        (Answer::Pending, _) => Verdict::InProgress,
         (Answer::InProgress, _) if !has_waited => Verdict::InProgress,
         // The shop has recorded its money, and the provider knows of none.
-        (Answer::Open | Answer::Absent | Answer::InProgress | Answer::Closed, _)
+        (Answer::Open | Answer::Absent | Answer::Forgotten { .. } | Answer::InProgress | Answer::Closed, _)
             if attempt.recorded == Recorded::Paid =>
         {
             Verdict::Unresolved(UnresolvedReason::RecordedPaid)
@@ -74,6 +77,11 @@ pub(super) fn decide(
         // Absent is no proof: the customer may be about to confirm an attempt that the provider will then know.
         (Answer::Open | Answer::Absent | Answer::InProgress, CallKind::Ask) => return Next::Cancel,
         (Answer::Absent, CallKind::Cancel) => absent(attempt.payable_until, now),
+        (Answer::Forgotten { after }, _) if rounds == 0 && attempt.begun_at + *after + ABSENT_MARGIN <= now => {
+            Verdict::Closed
+        }
+        // Its key is one of another account, or was in an earlier round.
+        (Answer::Forgotten { .. }, _) => Verdict::Unknown(Missing { retry_after: None, is_round: true }),
         // The attempt is still not closed, so its money may still come.
         (Answer::Open | Answer::InProgress, CallKind::Cancel) => {
             Verdict::Unknown(Missing { retry_after: None, is_round: true })
@@ -103,7 +111,7 @@ mod tests {
     use crate::payment::Unknown;
 
     fn decided(call: CallKind, answer: &Answer) -> Next {
-        decide(call, answer, &attempt("pi_1"), false, at(0))
+        decide(call, answer, &attempt("pi_1"), false, 0, at(0))
     }
 
     fn both(answer: &Answer) -> [Next; 2] {
@@ -155,7 +163,7 @@ mod tests {
     #[test]
     fn payment_in_progress_waits_once() {
         assert_eq!(both(&Answer::InProgress), [rest(Verdict::InProgress), rest(Verdict::InProgress)]);
-        let after = |call| decide(call, &Answer::InProgress, &attempt("pi_1"), true, at(0));
+        let after = |call| decide(call, &Answer::InProgress, &attempt("pi_1"), true, 0, at(0));
         assert_eq!(after(CallKind::Ask), Next::Cancel);
         assert_eq!(after(CallKind::Cancel), rest(missing(None)));
     }
@@ -166,20 +174,45 @@ mod tests {
         for call in [CallKind::Ask, CallKind::Cancel] {
             for answer in [Answer::Open, Answer::Absent, Answer::InProgress, Answer::Closed] {
                 let contradiction = rest(Verdict::Unresolved(UnresolvedReason::RecordedPaid));
-                assert_eq!(decide(call, &answer, &recorded, true, at(0)), contradiction, "{answer:?}");
+                assert_eq!(decide(call, &answer, &recorded, true, 0, at(0)), contradiction, "{answer:?}");
             }
-            assert_eq!(decide(call, &Answer::Paid { money: None }, &recorded, true, at(0)), rest(Verdict::Paid));
+            assert_eq!(decide(call, &Answer::Paid { money: None }, &recorded, true, 0, at(0)), rest(Verdict::Paid));
         }
     }
 
     #[test]
     fn absent_attempt_is_closed_when_unpayable() {
         let attempt = ClaimedAttempt { payable_until: Some(at(100)), ..attempt("pi_1") };
-        let decided = |call, now| decide(call, &Answer::Absent, &attempt, false, now);
+        let decided = |call, now| decide(call, &Answer::Absent, &attempt, false, 0, now);
         assert_eq!(decided(CallKind::Ask, at(1_000)), Next::Cancel);
         assert_eq!(decided(CallKind::Cancel, at(160)), rest(Verdict::Closed));
         let wait = Missing { retry_after: Some(Duration::from_secs(10)), is_round: false };
         assert_eq!(decided(CallKind::Cancel, at(150)), rest(Verdict::Unknown(wait)));
+    }
+
+    #[test]
+    fn forgotten_attempt_is_closed_when_old() {
+        const AFTER: Duration = Duration::from_secs(3 * 3_600);
+        let decided = |rounds, now, payable_until| {
+            let attempt = ClaimedAttempt { payable_until, ..attempt("pi_1") };
+            let both = [CallKind::Ask, CallKind::Cancel];
+            let both = both.map(|call| decide(call, &Answer::Forgotten { after: AFTER }, &attempt, false, rounds, now));
+            assert_eq!(both[0], both[1]);
+            both[0].clone()
+        };
+        let old = at(3 * 3_600 + 60);
+        assert_eq!(decided(0, old, None), rest(Verdict::Closed));
+        // The shop's own end of the attempt does not make the account the right one.
+        assert_eq!(decided(0, at(3 * 3_600), Some(at(10))), rest(missing(None)));
+        assert_eq!(decided(1, old, Some(at(10))), rest(missing(None)));
+    }
+
+    #[test]
+    fn pending_attempt_waits_without_end() {
+        for (call, has_waited) in [(CallKind::Ask, false), (CallKind::Ask, true), (CallKind::Cancel, true)] {
+            let next = decide(call, &Answer::Pending, &attempt("pi_1"), has_waited, 19, at(0));
+            assert_eq!(next, rest(Verdict::InProgress));
+        }
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl ClaimedOrder {
         if *progress != Progress::In(kind) {
             return;
         }
-        *progress = match decide(kind, answer, attempt, self.claim.has_waited, now) {
+        *progress = match decide(kind, answer, attempt, self.claim.has_waited, self.claim.rounds, now) {
             Next::Cancel => Progress::To(CallKind::Cancel),
             Next::Rest(verdict) => Progress::AtRest(verdict, WasCancelled(kind == CallKind::Cancel)),
         };
@@ -173,13 +173,12 @@ impl ClaimedOrder {
 fn words(answer: &Answer) -> String {
     match answer {
         Answer::Paid { money: Some(money) } => format!("paid {money}"),
-        Answer::Paid { money: None } => "paid".into(),
-        Answer::Open => "open".into(),
-        Answer::InProgress => "in progress".into(),
-        Answer::Closed => "closed".into(),
-        Answer::Refunded => "refunded".into(),
-        Answer::Absent => "absent".into(),
+        Answer::Forgotten { after } => format!(
+            "not known, as an attempt older than {} h that was not paid, or one of another account",
+            after.as_secs() / 3_600
+        ),
         Answer::Unknown(unknown) => format!("unknown ({})", unknown.why),
+        answer => answer.as_str().replace('_', " "),
     }
 }
 

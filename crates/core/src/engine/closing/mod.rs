@@ -312,7 +312,7 @@ impl Closing {
     fn conclude(&mut self, id: &OrderId, now: Timestamp) {
         let Some(order) = self.orders.get_mut(id) else { return };
         let Some(verdict) = order.claimed.verdict() else { return };
-        let rounds = order.claimed.claim.rounds;
+        let (rounds, has_waited) = (order.claimed.claim.rounds, order.claimed.claim.has_waited);
         if !std::mem::replace(&mut order.is_counted, true) {
             self.answers.note(&order.claimed.claim, &verdict);
         }
@@ -323,7 +323,9 @@ impl Closing {
                 End::SettlePaid(PaidEnding { ending, paid, differing, refunded })
             }),
             OrderVerdict::Wait { provider, closed } => {
-                let until = now + self.policy.in_progress_wait;
+                // A second wait is one for a bank, and may last for days.
+                let wait = if has_waited { self.policy.retry_longest } else { self.policy.in_progress_wait };
+                let until = now + wait;
                 let change = |end: &mut Postponement| {
                     (end.step, end.until, end.queue) = (Step::InProgress, until, provider);
                     end.has_waited = true;

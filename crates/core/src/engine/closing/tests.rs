@@ -15,7 +15,7 @@ pub(super) fn attempt(reference: &str) -> ClaimedAttempt {
 fn attempt_at(provider: &str, reference: &str) -> ClaimedAttempt {
     let money = money(1_999, "EUR");
     let attempt = Attempt { provider: provider.into(), reference: reference.into(), money };
-    ClaimedAttempt { attempt, recorded: Recorded::Open, payable_until: None }
+    ClaimedAttempt { attempt, recorded: Recorded::Open, begun_at: at_ms(0), payable_until: None }
 }
 
 #[test]

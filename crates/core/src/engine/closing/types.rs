@@ -54,6 +54,8 @@ pub struct ClaimedAttempt {
     pub attempt: Attempt,
     /// What is known of it without asking.
     pub recorded: Recorded,
+    /// When it was begun, by the database's clock.
+    pub begun_at: Timestamp,
     /// After this moment the provider takes no payment for it, as the shop has told it.
     pub payable_until: Option<Timestamp>,
 }
