@@ -27,6 +27,7 @@ mod effective;
 pub mod kinds;
 mod load;
 mod providers;
+mod secret_files;
 mod validate;
 
 pub use effective::EffectiveSetting;
@@ -57,6 +58,9 @@ pub struct Settings {
     pub providers: ProvidersSettings,
     pub closing: ClosingSettings,
     pub log: LogSettings,
+    /// The files with secrets that are named, by key. Not a setting: collected when settings are loaded.
+    #[serde(skip)]
+    pub secret_files: Vec<(String, String)>,
 }
 
 /// The section `database`, documented in `config/default.toml`.

@@ -1,24 +1,20 @@
 //! `order-timeout doctor`: what is wrong with the deployment, why it matters and how to fix it, as text or JSON.
 
-use std::time::Duration;
-
 use clap::Args;
+use order_timeout_core::problem::Problem;
 use serde_json::json;
 
-use crate::cli::{CommandOutcome, parse_duration};
+use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::operations::doctor::{self, Finding, ManagementAddress, Options, Report, Verdict};
+use crate::operations::doctor::{self, ManagementAddress, Options, Report, Verdict};
 
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// The broker's management API, as http://user:password@host:15672; without an account, that of amqp.url. Without this,
-    /// policies, bindings and the broker's memory are not looked at
+    /// policies and bindings are not looked at
     #[arg(long, value_name = "URL")]
     management: Option<ManagementAddress>,
-    /// Report transactions that are open for longer
-    #[arg(long, value_name = "DURATION", value_parser = parse_duration, default_value = "5m")]
-    long_transaction: Duration,
     /// Print one JSON object with every check
     #[arg(long)]
     json: bool,
@@ -27,8 +23,8 @@ pub struct DoctorArgs {
 /// # Errors
 /// None: a server that cannot be used is a finding.
 pub async fn run(args: DoctorArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let DoctorArgs { management, long_transaction, json } = args;
-    let report = doctor::examine(&settings, &Options { management, long_transaction }).await;
+    let DoctorArgs { management, json } = args;
+    let report = doctor::examine(&settings, &Options { management }).await;
     let mut outcome = CommandOutcome { code: report.exit_code(), ..CommandOutcome::default() };
     if json {
         outcome.line(json!(report));
@@ -43,15 +39,18 @@ fn write(report: &Report, to: &mut CommandOutcome) {
     // Those with the same reason in one line.
     let mut not_known: Vec<(&str, Vec<&str>)> = Vec::new();
     for check in &report.checks {
-        let name = check.name.as_str();
+        let name = check.cause.as_str();
         match &check.verdict {
-            Verdict::Ok { .. } => passed += 1,
+            Verdict::Ok { what } => {
+                passed += 1;
+                what.iter().for_each(|what| to.line(format!("ok: {name}: {what}")));
+            }
             Verdict::NotKnown { what } => match not_known.iter_mut().find(|(why, _)| why == what) {
                 Some((_, names)) => names.push(name),
                 None => not_known.push((what, vec![name])),
             },
-            Verdict::Warning(finding) => write_finding("warning", name, finding, to),
-            Verdict::Error(finding) => write_finding("error", name, finding, to),
+            Verdict::Warning(problem) => write_problem("warning", problem, to),
+            Verdict::Error(problem) => write_problem("error", problem, to),
         }
     }
     for (why, names) in not_known {
@@ -60,8 +59,9 @@ fn write(report: &Report, to: &mut CommandOutcome) {
     to.line(format!("{passed} checks passed"));
 }
 
-fn write_finding(level: &str, name: &str, Finding { what, why, fix }: &Finding, to: &mut CommandOutcome) {
-    to.line(format!("{level}: {name}: {what}"));
+fn write_problem(level: &str, Problem { cause, kind, what, why, fix }: &Problem, to: &mut CommandOutcome) {
+    let kind = kind.iter().map(|kind| format!("kind {kind}: ")).collect::<String>();
+    to.line(format!("{level}: {}: {kind}{what}", cause.as_str()));
     to.indented(format!("why: {why}"));
     to.indented(format!("fix: {fix}"));
 }

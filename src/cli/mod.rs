@@ -39,6 +39,7 @@ use order_timeout_core::duration;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::read_rfc3339;
 use order_timeout_core::order::{OrderIdError, Timestamp};
+use order_timeout_core::problem::Problem;
 
 use crate::config::{Settings, SettingsError};
 use crate::operations::forecast::ForecastError;
@@ -275,6 +276,13 @@ impl CommandOutcome {
     fn lines(&mut self, lines: impl std::fmt::Display) {
         self.text.push_str(&sanitize::visible(lines.to_string().trim_end()));
         self.text.push('\n');
+    }
+
+    /// Why nothing was done, and how that is fixed.
+    fn problem(&mut self, Problem { cause, what, why, fix, .. }: &Problem) {
+        self.remark(format!("{}: {what}", cause.as_str()));
+        self.remark(format!("  why: {why}"));
+        self.remark(format!("  fix: {fix}"));
     }
 
     fn remark(&mut self, remark: impl std::fmt::Display) {

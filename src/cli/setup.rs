@@ -32,7 +32,12 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()>
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.
-    inspect::require_complete(&settings).await?;
+    let missing = inspect::missing(&settings).await?;
+    if !missing.is_empty() {
+        let mut refused = CommandOutcome { code: 1, ..CommandOutcome::default() };
+        missing.iter().for_each(|problem| refused.problem(problem));
+        return Ok(refused);
+    }
     shop_settings::write(&Database::connect(&settings.database, 1).await?, &settings.orders).await?;
     let topology = settings.delay.strategy.needs_broker().then(|| settings.topology());
     if let Some(topology) = &topology {

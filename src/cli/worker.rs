@@ -37,6 +37,9 @@ pub async fn run(args: &WorkerArgs, settings: Settings) -> anyhow::Result<Comman
     let _log = logging::install(&settings.log);
     exit_on_panic();
     let mut signals = Signals::listen()?;
+    for problem in settings.writable_secret_files() {
+        warn!(what = problem.what, fix = problem.fix, "a secret can be replaced");
+    }
     if args.dry_run {
         return tokio::select! {
             failed = dry_run(settings) => failed,

@@ -10,6 +10,7 @@ use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, 
 use order_timeout_core::kind::Kind;
 use secrecy::SecretString;
 
+use super::secret_files::is_secret_file;
 use super::validate::NOT_UTF8;
 use super::{DEFAULTS, POSTGRES_FORM, Settings, SettingsError, is_a_key};
 
@@ -190,7 +191,9 @@ pub(super) fn check(merged: Config) -> Result<(Settings, Origins), SettingsError
     refuse_unknown_keys(&origins)?;
     refuse_kinds_of_no_setting(&merged.cache)?;
     refuse_names_of_no_kind(&merged.cache, &origins)?;
+    let secret_files = secret_files(&merged.cache);
     let mut settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
+    settings.secret_files = secret_files;
     read_secret("amqp.url", &mut settings.amqp.url, &settings.amqp.url_file, &mut origins)?;
     for (name, kind) in &mut settings.kinds {
         let table = format!("kinds.{name}.table.table");
@@ -198,6 +201,14 @@ pub(super) fn check(merged: Config) -> Result<(Settings, Origins), SettingsError
     }
     settings.validate().map_err(|fault| fault.with_origin(&origins))?;
     Ok((settings, origins))
+}
+
+fn secret_files(all: &Value) -> Vec<(String, String)> {
+    let named = |(key, value): (String, &Value)| match &value.kind {
+        ValueKind::String(path) if is_secret_file(&key) && !path.is_empty() => Some((key, path.clone())),
+        _ => None,
+    };
+    leaves("", all).into_iter().filter_map(named).collect()
 }
 
 /// Reads the address from the file named for it, if one is named: Docker and Kubernetes provide secrets as files.

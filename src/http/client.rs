@@ -10,7 +10,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use http_body_util::{BodyExt, Empty};
 use hyper::body::Bytes;
-use hyper::header::{AUTHORIZATION, DATE, HOST};
+use hyper::header::{AUTHORIZATION, HOST};
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -40,8 +40,7 @@ async fn ask(address: SocketAddr, path: &str) -> Result<(u16, String), ExchangeE
     Ok((response.status().as_u16(), response.into_body()))
 }
 
-/// Asks another server for a JSON document, over a connection that is open. `account`: name and password. Returns the
-/// document, and the server's time as its header `Date` has it.
+/// Asks another server for a JSON document, over a connection that is open. `account`: name and password.
 ///
 /// # Errors
 /// One sentence if there is no answer within `timeout`, or another one than status 200.
@@ -50,7 +49,7 @@ pub async fn get_json(
     (host, path): (&str, &str),
     (user, password): (&str, &str),
     timeout: Duration,
-) -> Result<(serde_json::Value, Option<String>), String> {
+) -> Result<serde_json::Value, String> {
     let credentials = STANDARD.encode(format!("{user}:{password}"));
     let asking = async {
         let request = Request::get(path).header(HOST, host).header(AUTHORIZATION, format!("Basic {credentials}"));
@@ -58,8 +57,7 @@ pub async fn get_json(
         if response.status() != StatusCode::OK {
             return Err(format!("GET {path} was answered with {}", response.status()).into());
         }
-        let date = response.headers().get(DATE).and_then(|date| date.to_str().ok()).map(str::to_owned);
-        Ok::<_, ExchangeError>((serde_json::from_str(response.body())?, date))
+        Ok::<_, ExchangeError>(serde_json::from_str(response.body())?)
     };
     match tokio::time::timeout(timeout, asking).await {
         Ok(answer) => answer.map_err(|error| error.to_string()),

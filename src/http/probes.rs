@@ -52,7 +52,7 @@ fn render(pages: &Pages) -> Response {
 
 fn report(report: &Report) -> Response {
     let status = if report.is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    page(status, PLAIN_TEXT, &(report.lines.join("\n") + "\n"))
+    page(status, PLAIN_TEXT, &(report.lines().join("\n") + "\n"))
 }
 
 fn page(status: StatusCode, content_type: &'static str, text: &str) -> Response {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use order_timeout_core::kind::Kind;
 
-use crate::observe::degraded::{Cause, Change, Degraded};
+use crate::observe::degraded::{Cause, Change, Degraded, Problem};
 use crate::sanitize;
 
 /// How often an idle loop reports that it runs.
@@ -46,30 +46,48 @@ pub enum Lifecycle {
 /// The result of a liveness or readiness check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// Whether the check found no problem.
+    /// Whether the check found nothing that it fails for.
     pub is_healthy: bool,
-    /// One for each problem, or a single one if there is none; then one for each pause and each cause of degradation.
-    pub lines: Vec<String>,
+    /// What it fails for; then each pause and what degrades the worker. A kind is named if the worker has several.
+    pub problems: Vec<Problem>,
+    /// The word for all is well.
+    healthy: &'static str,
 }
 
 impl Report {
-    fn new(healthy: &str, problems: Vec<String>) -> Self {
-        if problems.is_empty() {
-            return Self { is_healthy: true, lines: vec![healthy.to_owned()] };
-        }
-        Self { is_healthy: false, lines: problems.into_iter().map(one_line).collect() }
+    fn new(healthy: &'static str, problems: Vec<Problem>) -> Self {
+        Self { is_healthy: problems.is_empty(), problems, healthy }
     }
 
     /// Adds what does not change the result: pauses, and causes of degradation.
-    fn with_lines(mut self, lines: Vec<String>) -> Self {
-        self.lines.extend(lines.into_iter().map(one_line));
+    fn with(mut self, problems: impl IntoIterator<Item = Problem>) -> Self {
+        self.problems.extend(problems);
         self
+    }
+
+    /// One for each problem, after the word if all is well.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let healthy = self.is_healthy.then(|| self.healthy.to_owned());
+        healthy.into_iter().chain(self.problems.iter().map(|problem| titled(problem, &problem.sentence()))).collect()
     }
 }
 
+/// What is wrong, without its fix, as a line of `/readyz` begins.
+#[must_use]
+pub fn title(problem: &Problem) -> String {
+    titled(problem, &problem.what)
+}
+
 /// A server's error text may have several lines.
-fn one_line(text: String) -> String {
-    sanitize::one_line(&text).into_owned()
+fn titled(problem: &Problem, text: &str) -> String {
+    let kind = problem.kind.iter().map(|kind| format!("kind {kind}: ")).collect::<String>();
+    let (word, text) = (problem.cause.as_str(), sanitize::one_line(text));
+    match problem.cause {
+        Cause::Worker | Cause::Database | Cause::Broker => format!("{kind}{word}: {text}"),
+        Cause::Stalled | Cause::ClosingPaused => format!("{kind}{text}"),
+        _ => format!("degraded: {word}: {kind}{text}"),
+    }
 }
 
 /// When a loop last began an iteration.
@@ -91,10 +109,11 @@ impl Beat {
     }
 
     /// The sentence about a loop without progress for longer than this.
-    fn why_stalled(&self, name: &str, longest: Duration, now: Instant) -> Option<String> {
+    fn why_stalled(&self, name: &str, longest: Duration, now: Instant) -> Option<Problem> {
         let beat = self.began + Duration::from_millis(self.last_ms.load(Ordering::Relaxed));
         let stalled_for = now.saturating_duration_since(beat);
-        (stalled_for > longest).then(|| format!("the {name} has made no progress for {} s", stalled_for.as_secs()))
+        let what = format!("the {name} has made no progress for {} s", stalled_for.as_secs());
+        (stalled_for > longest).then(|| Problem::described(Cause::Stalled, what))
     }
 }
 
@@ -184,11 +203,16 @@ impl KindHealth {
         self.state().closing_paused = why.to_vec();
     }
 
-    fn paused(&self) -> Vec<String> {
-        self.state().closing_paused.clone()
+    fn paused(&self) -> Vec<Problem> {
+        let described = |sentence: &String| Problem::described(Cause::ClosingPaused, sentence);
+        self.state().closing_paused.iter().map(described).collect()
     }
 
-    fn stalled(&self, longest: Duration, now: Instant) -> Vec<String> {
+    fn no_database(&self) -> Vec<Problem> {
+        self.state().no_database.iter().map(|why| Problem::described(Cause::Database, why)).collect()
+    }
+
+    fn stalled(&self, longest: Duration, now: Instant) -> Vec<Problem> {
         let (has_started, has_broker) = {
             let state = self.state();
             (state.has_started, state.has_broker)
@@ -199,25 +223,23 @@ impl KindHealth {
         loops.filter_map(|(of, beat)| beat.why_stalled(of.name(), longest, now)).collect()
     }
 
-    fn problems(&self, lifecycle: Lifecycle) -> Vec<String> {
-        let state = self.state();
+    fn problems(&self, lifecycle: Lifecycle) -> Vec<Problem> {
         let mut problems = Vec::new();
-        if lifecycle == Lifecycle::Running && state.is_paused {
-            problems.push(
-                "worker: consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after"
-                    .into(),
-            );
-        } else if lifecycle == Lifecycle::Running
-            && state.has_started
-            && state.has_broker
-            && state.closing_paused.is_empty()
         {
+            let state = self.state();
             // In every other state no session is expected.
-            let no_session = state.no_session.iter();
-            problems.extend(no_session.map(|why| format!("broker: no consumer session is open: {why}")));
+            let expects_session = state.has_started && state.has_broker && state.closing_paused.is_empty();
+            if lifecycle == Lifecycle::Running && state.is_paused {
+                let what =
+                    "consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after";
+                problems.push(Problem::described(Cause::Worker, what));
+            } else if lifecycle == Lifecycle::Running && expects_session {
+                let what = |why: &String| format!("no consumer session is open: {why}");
+                problems.extend(state.no_session.iter().map(|why| Problem::described(Cause::Broker, what(why))));
+            }
         }
         if lifecycle != Lifecycle::Stopping {
-            problems.extend(state.no_database.iter().map(|why| format!("database: {why}")));
+            problems.extend(self.no_database());
         }
         problems
     }
@@ -268,17 +290,17 @@ impl Health {
         self.state().lifecycle = Lifecycle::Stopping;
     }
 
-    /// A check has found why a cause holds, or that it does not; `kind` if it is about one kind only. `show` is told whether
+    /// A check has found the problems of a cause, or none; `kind` if it is about one kind only. `show` is told whether
     /// the cause holds, for whichever kind; no other report can come between.
     pub fn note_degraded(
         &self,
         cause: Cause,
         kind: Option<&Kind>,
-        why: Option<&str>,
+        problems: Vec<Problem>,
         show: impl FnOnce(bool),
     ) -> Change {
         let mut state = self.state();
-        let change = state.degraded.note(cause, kind, why, Instant::now());
+        let change = state.degraded.note(cause, kind, problems, Instant::now());
         show(state.degraded.holds(cause));
         change
     }
@@ -306,23 +328,25 @@ impl Health {
         let state = self.state();
         let mut problems = Vec::new();
         match state.lifecycle {
-            Lifecycle::Starting => problems.push("worker: starting".to_owned()),
-            Lifecycle::Stopping => problems.push("worker: stopping".to_owned()),
+            Lifecycle::Starting => problems.push(Problem::described(Cause::Worker, "starting")),
+            Lifecycle::Stopping => problems.push(Problem::described(Cause::Worker, "stopping")),
             Lifecycle::Running => {}
         }
         problems.extend(state.of_each_kind(|kind| kind.problems(state.lifecycle)));
         // A paused worker is ready: another one would be paused as well, and an upgrade must not wait for it.
         let paused = state.of_each_kind(KindHealth::paused);
-        Report::new("ready", problems).with_lines(paused).with_lines(state.degraded.lines(state.only_kind()))
+        let degraded = state.degraded.problems().map(|problem| state.named(problem));
+        Report::new("ready", problems).with(paused).with(degraded)
     }
 
     /// What is wrong with this kind alone: its problems, then the causes of degradation that are about it.
     #[must_use]
-    pub fn problems_of(&self, kind: &Kind) -> Vec<String> {
+    pub fn problems_of(&self, kind: &Kind) -> Vec<Problem> {
         let state = self.state();
         let of_kind = state.kinds.iter().find(|health| health.kind == *kind);
         let problems = of_kind.map_or_else(Vec::new, |health| health.problems(state.lifecycle));
-        problems.into_iter().chain(state.degraded.lines_of(kind)).map(one_line).collect()
+        let degraded = state.degraded.problems().filter(|problem| problem.kind.as_ref() == Some(kind));
+        problems.into_iter().chain(degraded.map(|problem| problem.of_kind(None))).collect()
     }
 
     /// Whether orders of every kind are closed: closing is not paused, and the database is usable.
@@ -330,11 +354,9 @@ impl Health {
     pub fn is_closing(&self) -> Report {
         let state = self.state();
         let mut problems = state.of_each_kind(KindHealth::paused);
-        problems.extend(
-            state.of_each_kind(|kind| kind.state().no_database.iter().map(|why| format!("database: {why}")).collect()),
-        );
+        problems.extend(state.of_each_kind(KindHealth::no_database));
         if state.lifecycle == Lifecycle::Starting {
-            problems.push("worker: starting".to_owned());
+            problems.push(Problem::described(Cause::Worker, "starting"));
         }
         Report::new("closing", problems)
     }
@@ -345,20 +367,19 @@ impl Health {
 }
 
 impl State {
-    /// The kind of a worker that has no other.
-    fn only_kind(&self) -> Option<&Kind> {
+    /// Without its kind if the worker has no other.
+    fn named(&self, problem: Problem) -> Problem {
         match &self.kinds[..] {
-            [only] => Some(&only.kind),
-            _ => None,
+            [only] if problem.kind.as_ref() == Some(&only.kind) => problem.of_kind(None),
+            _ => problem,
         }
     }
 
-    /// The lines about each kind, which name it if there are several.
-    fn of_each_kind(&self, lines: impl Fn(&KindHealth) -> Vec<String>) -> Vec<String> {
-        let is_named = self.only_kind().is_none();
-        let of_kind = |kind: &Arc<KindHealth>| {
-            let prefix = if is_named { format!("kind {}: ", kind.kind) } else { String::new() };
-            lines(kind).into_iter().map(move |line| format!("{prefix}{line}")).collect::<Vec<_>>()
+    /// What is wrong with each kind, which is named if there are several.
+    fn of_each_kind(&self, problems: impl Fn(&KindHealth) -> Vec<Problem>) -> Vec<Problem> {
+        let of_kind = |health: &Arc<KindHealth>| {
+            let named = |problem: Problem| self.named(problem.of_kind(Some(&health.kind)));
+            problems(health).into_iter().map(named).collect::<Vec<_>>()
         };
         self.kinds.iter().flat_map(of_kind).collect()
     }
@@ -396,11 +417,11 @@ mod tests {
         let report = health.is_alive_at(later);
         assert!(!report.is_healthy);
         assert_eq!(
-            report.lines,
+            report.lines(),
             ["the supervisor loop has made no progress for 73 s", "the outbox loop has made no progress for 73 s"]
         );
         kinds[0].note_no_broker();
-        assert_eq!(health.is_alive_at(later).lines, ["the outbox loop has made no progress for 73 s"]);
+        assert_eq!(health.is_alive_at(later).lines(), ["the outbox loop has made no progress for 73 s"]);
     }
 
     #[test]
@@ -411,12 +432,22 @@ mod tests {
         kinds[0].beat_at(Loop::EventLoop, later);
         kinds.iter().for_each(|kind| kind.beat_at(Loop::Supervisor, later));
         let line = "kind acceptance: the event loop has made no progress for 73 s";
-        assert_eq!(health.is_alive_at(later).lines, [line]);
+        assert_eq!(health.is_alive_at(later).lines(), [line]);
         kinds[1].note_database(Some("a table is missing"));
-        health.note_degraded(Cause::Schema, None, Some("an index is missing"), |_| ());
-        health.note_degraded(Cause::OrdersContract, Some(&kinds[1].kind), Some("pages are not sorted"), |_| ());
+        health.note_degraded(
+            Cause::Schema,
+            None,
+            vec![Problem::described(Cause::Schema, "an index is missing")],
+            |_| (),
+        );
+        health.note_degraded(
+            Cause::OrdersContract,
+            Some(&kinds[1].kind),
+            vec![Problem::described(Cause::OrdersContract, "pages are not sorted")],
+            |_| (),
+        );
         assert_eq!(
-            health.is_ready().lines,
+            health.is_ready().lines(),
             [
                 "kind acceptance: database: a table is missing",
                 "degraded: schema: an index is missing",
@@ -424,7 +455,7 @@ mod tests {
             ]
         );
         let of_kind = ["database: a table is missing", "degraded: orders_contract: pages are not sorted"];
-        assert_eq!(health.problems_of(&kinds[1].kind), of_kind);
+        assert_eq!(health.problems_of(&kinds[1].kind).iter().map(title).collect::<Vec<_>>(), of_kind);
         assert!(health.problems_of(&kinds[0].kind).is_empty(), "the schema is about all kinds");
     }
 
@@ -433,11 +464,11 @@ mod tests {
         let (health, _) = running(&["order"]);
         let waiting = health.of_kind(&Kind::new("acceptance").unwrap());
         waiting.note_database(Some("a table is missing"));
-        assert_eq!(health.is_ready().lines, ["kind acceptance: database: a table is missing"]);
+        assert_eq!(health.is_ready().lines(), ["kind acceptance: database: a table is missing"]);
         let later = Instant::now() + 2 * LONGEST_ITERATION;
-        assert!(health.is_alive_at(later).lines.iter().all(|line| !line.contains("acceptance")));
+        assert!(health.is_alive_at(later).lines().iter().all(|line| !line.contains("acceptance")));
         waiting.note_started();
-        assert!(health.is_alive_at(later).lines.iter().any(|line| line.contains("kind acceptance: the event loop")));
+        assert!(health.is_alive_at(later).lines().iter().any(|line| line.contains("kind acceptance: the event loop")));
     }
 
     #[test]
@@ -455,40 +486,44 @@ mod tests {
     fn reports_each_problem_in_one_line() {
         let (health, kinds) = running(&["order"]);
         let kind = &kinds[0];
-        assert_eq!(health.is_ready(), Report { is_healthy: true, lines: vec!["ready".into()] });
+        assert!(health.is_ready().is_healthy);
+        assert_eq!(health.is_ready().lines(), ["ready"]);
         kind.note_session(Some("the broker\nis away"));
         kind.note_database(Some("connection refused"));
         assert_eq!(
-            health.is_ready().lines,
+            health.is_ready().lines(),
             ["broker: no consumer session is open: the broker is away", "database: connection refused"]
         );
         kind.note_session(None);
-        assert_eq!(health.is_ready().lines, ["database: connection refused"]);
+        assert_eq!(health.is_ready().lines(), ["database: connection refused"]);
         health.mark_stopping();
-        assert_eq!(health.is_ready().lines, ["worker: stopping"]);
+        assert_eq!(health.is_ready().lines(), ["worker: stopping"]);
     }
 
     #[test]
     fn degraded_worker_stays_ready() {
         let (health, kinds) = running(&["order"]);
-        health.note_degraded(Cause::Schema, None, Some("the index\nis missing"), |_| ());
-        assert_eq!(
-            health.is_ready(),
-            Report { is_healthy: true, lines: vec!["ready".into(), "degraded: schema: the index is missing".into()] }
+        health.note_degraded(
+            Cause::Schema,
+            None,
+            vec![Problem::described(Cause::Schema, "the index\nis missing")],
+            |_| (),
         );
+        assert!(health.is_ready().is_healthy);
+        assert_eq!(health.is_ready().lines(), ["ready", "degraded: schema: the index is missing"]);
         kinds[0].note_database(Some("connection refused"));
         assert!(!health.is_ready().is_healthy);
     }
 
     #[test]
     fn starting_or_paused_worker_is_not_ready() {
-        assert_eq!(Health::new(LONGEST_ITERATION).is_ready().lines, ["worker: starting"]);
+        assert_eq!(Health::new(LONGEST_ITERATION).is_ready().lines(), ["worker: starting"]);
         let (health, kinds) = running(&["order"]);
         kinds[0].note_paused(true);
         kinds[0].note_session(Some("consuming is paused"));
         let report = health.is_ready();
         assert!(
-            !report.is_healthy && report.lines.len() == 1 && report.lines[0].contains("requeue_after"),
+            !report.is_healthy && report.lines().len() == 1 && report.lines()[0].contains("requeue_after"),
             "{report:?}"
         );
     }

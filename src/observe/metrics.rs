@@ -19,7 +19,7 @@ use prometheus::{
     Registry, TextEncoder,
 };
 
-use crate::observe::degraded::Cause;
+use crate::observe::degraded;
 use crate::postgres::closing_pauses::PauseCause;
 
 /// The media type of [`Metrics::render`].
@@ -298,7 +298,7 @@ metrics! {
         "1 while this worker is the leader that empties the outboxes.";
     outbox_age: Readings = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
         "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
-    degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
+    degraded: IntGaugeVec = "order_timeout_degraded" { "cause": degraded::WORDS },
         "1 while this cause degrades the worker although orders are closed; /readyz says why.";
     orders_unresolved: Reading = "order_timeout_orders_unresolved",
         "Orders that a provider's answers could not decide and that wait for a person; absent while they cannot be read.";

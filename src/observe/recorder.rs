@@ -21,8 +21,9 @@ use super::served_kinds::ServedKinds;
 use super::zones::ZoneComparison;
 use crate::effects::closing::EndedOrder;
 use crate::http::Pages;
-use crate::observe::degraded::{Cause, Change};
+use crate::observe::degraded::{Cause, Change, Problem};
 use crate::observe::health::{Health, KindHealth};
+use crate::observe::inspect::sentence;
 use crate::observe::metrics::{KindMetrics, Metrics, ProviderMetrics};
 use crate::observe::traces::Traces;
 use crate::postgres::closing_pauses::{Pause, PauseCause};
@@ -87,24 +88,26 @@ impl Recorder {
 
     /// Records that a cause holds for the whole worker, and why, or that it does not.
     pub fn degraded(&self, cause: Cause, why: Option<&str>) {
-        self.note_degraded(cause, None, why);
+        self.problems(cause, None, described(cause, why));
     }
 
-    /// The same for one kind, which this worker need not serve.
-    pub fn kind_degraded(&self, cause: Cause, kind: &Kind, why: Option<&str>) {
-        self.note_degraded(cause, Some(kind), why);
-    }
-
-    /// In health, metric, and a throttled warning.
-    fn note_degraded(&self, cause: Cause, kind: Option<&Kind>, why: Option<&str>) {
+    /// The problems of a cause, or none, of the whole worker or of one kind, which this worker need not serve: in health,
+    /// metric, and a throttled warning.
+    pub fn problems(&self, cause: Cause, kind: Option<&Kind>, problems: Vec<Problem>) {
         let gauge = self.metrics.degraded.with_label_values(&[cause.as_str()]);
-        let change = self.health.note_degraded(cause, kind, why, |holds| gauge.set(i64::from(holds)));
+        let why = sentence(&problems);
+        let change = self.health.note_degraded(cause, kind, problems, |holds| gauge.set(i64::from(holds)));
         match change {
-            Change::Warn => warn!(cause = cause.as_str(), why = why.unwrap_or_default(), "the worker is degraded"),
+            Change::Warn => warn!(cause = cause.as_str(), why, "the worker is degraded"),
             Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),
             Change::Nothing => {}
         }
     }
+}
+
+/// One problem whose sentence says all of it, or none.
+fn described(cause: Cause, why: Option<&str>) -> Vec<Problem> {
+    why.into_iter().map(|why| Problem::described(cause, why)).collect()
 }
 
 impl KindRecorder {
@@ -121,7 +124,12 @@ impl KindRecorder {
 
     /// Records that a cause holds for this kind, and why, or that it does not.
     pub fn degraded(&self, cause: Cause, why: Option<&str>) {
-        self.worker.note_degraded(cause, Some(&self.kind), why);
+        self.problems(cause, described(cause, why));
+    }
+
+    /// Records the problems of a cause of this kind, or none.
+    pub fn problems(&self, cause: Cause, problems: Vec<Problem>) {
+        self.worker.problems(cause, Some(&self.kind), problems);
     }
 
     /// Closing is paused, or not: in health, metric, and the log. To be called when it changes.

@@ -16,6 +16,8 @@ const TOLERANCE: Duration = Duration::from_secs(1);
 /// How many consecutive orders have a row earlier than their alarm. A shop does not move a deadline to before its alarm
 /// without another alarm.
 const EARLIER_ORDERS: u32 = 3;
+/// What comes twice when a clock is set back, with its tolerance.
+const LONGEST_REPEATED: Duration = Duration::from_secs(3_600 + 2);
 /// How many consecutive orders have a row later by the same time. More, because an extended deadline looks the same.
 const LATER_ORDERS: u32 = 10;
 
@@ -26,6 +28,8 @@ pub(super) struct ZoneComparison {
     quarters: i64,
     orders: u32,
     last: Option<OrderId>,
+    /// The earliest and the latest deadline of their rows.
+    span: Option<(Timestamp, Timestamp)>,
 }
 
 impl ZoneComparison {
@@ -44,15 +48,25 @@ impl ZoneComparison {
         if !is_of_zones || self.last.as_ref() == Some(order_id) {
             return;
         }
+        let (first, last) = self.span.filter(|_| quarters == self.quarters).unwrap_or((by_row, by_row));
+        self.span = Some((first.min(by_row), last.max(by_row)));
         self.orders = if quarters == self.quarters { self.orders.saturating_add(1) } else { 1 };
         self.quarters = quarters;
         self.last = Some(order_id.clone());
     }
 
+    /// Whether all of it may be the hour that comes twice when summer time ends: a column without a zone has one text for
+    /// two moments, so rows of that hour differ from their alarms by the length of the change.
+    fn may_be_one_hour(&self) -> bool {
+        let longest_change = 4;
+        let spans = self.span.map_or(Duration::ZERO, |(first, last)| last.since(first));
+        self.quarters.abs() <= longest_change && spans <= LONGEST_REPEATED
+    }
+
     /// Why the zones must differ, if enough orders show it.
     pub fn why(&self) -> Option<String> {
         let enough = if self.quarters < 0 { EARLIER_ORDERS } else { LATER_ORDERS };
-        if self.orders < enough {
+        if self.orders < enough || self.may_be_one_hour() {
             return None;
         }
         let (hours, minutes) = (self.quarters.abs() / 4, self.quarters.abs() % 4 * 15);
@@ -92,6 +106,19 @@ mod tests {
         assert_eq!(after(2, -5 * HOUR).why(), None);
         let why = after(3, -5 * HOUR - 700_000).why().unwrap();
         assert!(why.contains("5 h 00 min earlier") && why.contains("AT TIME ZONE"), "{why}");
+    }
+
+    #[test]
+    fn hour_that_comes_twice_is_no_other_zone() {
+        let mut zones = ZoneComparison::default();
+        let mut at = |minutes: i64, order: u32| {
+            let by_alarm = Timestamp::from_unix_micros(1_800_000_000_000_000 + minutes * HOUR / 60);
+            let by_row = Timestamp::from_unix_micros(by_alarm.unix_micros() + HOUR);
+            zones.note(&OrderId::new(order.to_string()).unwrap(), by_alarm, by_row);
+            zones.why()
+        };
+        assert!((0..60).all(|minute| at(i64::from(minute), minute).is_none()));
+        assert!(at(65, 65).is_some_and(|why| why.contains("1 h 00 min later")), "it goes on after that hour");
     }
 
     #[test]

@@ -13,6 +13,7 @@ use super::pause_closing::HOW_TO_RESUME;
 use super::show::{AlarmRow, ClaimRow, ParkedRow};
 use super::unresolved;
 use crate::postgres::closing_pauses::Pause;
+use crate::postgres::lock_holders::LockHolder;
 
 /// How long after its deadline an order may be open without a particular cause: the sweep's grace, a pass and a batch.
 const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
@@ -22,6 +23,8 @@ pub(super) struct Facts<'a> {
     pub now: Timestamp,
     pub row: &'a OrderRow,
     pub is_locked: Option<bool>,
+    /// Those that may keep it from being closed.
+    pub holders: Option<&'a [LockHolder]>,
     pub live_workers: Option<usize>,
     pub alarms: Option<&'a [AlarmRow]>,
     pub parked: Option<&'a [ParkedRow]>,
@@ -80,8 +83,8 @@ pub enum OverdueCause {
     NoWorker,
     /// Nothing is closed.
     Paused(Pause),
-    /// Another session holds a lock that the close would need.
-    Locked,
+    /// Another transaction holds a lock that the close needs.
+    Locked(Vec<LockHolder>),
     /// Its alarm was given up.
     Parked {
         /// The word of the reason.
@@ -163,9 +166,13 @@ impl fmt::Display for OverdueCause {
         match self {
             Self::NoWorker => f.write_str("no worker is running; start one"),
             Self::Paused(pause) => f.write_str(&pause.sentence()),
-            Self::Locked => f.write_str(
-                "another session holds a lock on its row (pg_stat_activity lists it); it is closed when that ends",
-            ),
+            Self::Locked(holders) if holders.is_empty() => {
+                f.write_str("another transaction held a lock on its row a moment ago; it is closed when that ends")
+            }
+            Self::Locked(holders) => {
+                let what = if holders[0].holds_row { "its row" } else { "a table that its close changes" };
+                write!(f, "{} holds a lock on {what}; it is closed when that ends", named(holders))
+            }
             Self::Parked { reason, detail } => write!(f, "its alarm was parked as {reason}, because {detail}"),
             Self::Recent => f.write_str("it is closed within a second or two"),
             Self::NotVisible => f.write_str(
@@ -211,16 +218,29 @@ fn why_overdue(facts: &Facts<'_>, deadline: Timestamp) -> OverdueCause {
     if let Some(pause) = facts.pauses.and_then(<[Pause]>::first) {
         return OverdueCause::Paused(pause.clone());
     }
+    let holders = facts.holders.unwrap_or_default();
     if facts.is_locked == Some(true) {
-        return OverdueCause::Locked;
+        return OverdueCause::Locked(holders.to_vec());
     }
     if let Some(parked) = facts.parked.and_then(<[ParkedRow]>::last) {
         return OverdueCause::Parked { reason: parked.reason.clone(), detail: parked.detail.clone() };
     }
     match facts.now.since(deadline) <= USUALLY_CLOSED_WITHIN {
         true => OverdueCause::Recent,
+        false if !holders.is_empty() => OverdueCause::Locked(holders.to_vec()),
         false => OverdueCause::NotVisible,
     }
+}
+
+/// All of them, in words.
+pub(super) fn named(holders: &[LockHolder]) -> String {
+    holders.iter().map(LockHolder::to_string).collect::<Vec<_>>().join(", or ")
+}
+
+/// How to end the first of them.
+pub(super) fn how_to_end(holders: &[LockHolder]) -> Option<String> {
+    let end = holders.first()?.end();
+    Some(format!("end that transaction if its program does not: {end}"))
 }
 
 /// Whole seconds, or milliseconds below one.
@@ -256,8 +276,8 @@ pub(super) fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
         OpenCause::Overdue { cause, .. } => match cause {
             OverdueCause::NoWorker => "start a worker: `order-timeout worker`",
             OverdueCause::Paused(_) => return resume(),
-            OverdueCause::Locked => {
-                "find the session that holds the lock: SELECT pid, state, query FROM pg_stat_activity WHERE xact_start < now() - interval '1 second'; end it with pg_terminate_backend(pid) if it is stuck"
+            OverdueCause::Locked(holders) => {
+                return how_to_end(holders).unwrap_or_else(|| "wait a second and ask again".to_owned());
             }
             OverdueCause::Parked { .. } => {
                 "remove the cause that it was parked for; the sweep then closes the order, and `order-timeout parked drop` removes the parked alarm"
@@ -292,6 +312,7 @@ mod tests {
             now: at(100),
             row,
             is_locked: Some(false),
+            holders: None,
             live_workers: Some(1),
             alarms: Some(&[]),
             parked: Some(&[]),
@@ -331,7 +352,11 @@ mod tests {
             why_open(&facts).unwrap().to_string()
         };
         assert!(why(&|facts| facts.live_workers = Some(0)).contains("start one"));
-        assert!(why(&|facts| facts.is_locked = Some(true)).contains("holds a lock"));
+        assert!(why(&|facts| facts.is_locked = Some(true)).contains("held a lock"));
+        let holders = [idle(), prepared()];
+        let named = why_open(&Facts { holders: Some(&holders), ..facts(&row) }).unwrap().to_string();
+        assert!(named.contains("pid 4711 (reports of role shop, idle in transaction) since 2026-"), "{named}");
+        assert!(named.contains("or the prepared transaction \"it's\" since a time"), "{named}");
         assert!(why(&|_| {}).contains("parked as close_failed, because a trigger refuses it"));
         assert!(why(&|facts| facts.parked = None).contains("no cause is visible"));
         let unknown = |facts: &mut Facts<'_>| (facts.live_workers, facts.is_locked, facts.parked) = (None, None, None);
@@ -346,12 +371,27 @@ mod tests {
             (OpenCause::Closing, "the shop"),
             (OpenCause::NoDeadline, "deadline ID --in"),
             (overdue(OverdueCause::NoWorker), "order-timeout worker"),
-            (overdue(OverdueCause::Locked), "pg_stat_activity"),
+            (overdue(OverdueCause::Locked(vec![idle()])), "SELECT pg_terminate_backend(4711)"),
+            (overdue(OverdueCause::Locked(vec![prepared()])), "ROLLBACK PREPARED 'it''s'"),
             (overdue(parked), "parked drop"),
             (overdue(OverdueCause::NotVisible), "close ID"),
         ] {
             assert!(what_to_do(&cause, Some("unpaid")).contains(words), "{cause:?}");
         }
+    }
+
+    fn idle() -> LockHolder {
+        LockHolder {
+            pid: Some(4711),
+            of: "reports of role shop".into(),
+            state: Some("idle in transaction".into()),
+            since: Some("2026-11-20T10:30:00Z".into()),
+            holds_row: true,
+        }
+    }
+
+    fn prepared() -> LockHolder {
+        LockHolder { pid: None, of: "it's".into(), state: None, since: None, holds_row: false }
     }
 
     fn claim(step: &str) -> ClaimRow {

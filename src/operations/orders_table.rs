@@ -18,7 +18,11 @@ use super::orders_statements;
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::Questions;
+use crate::postgres::lock_holders::{LockHolder, lock_holders};
 use crate::postgres::{self, Database, DatabaseError, one_line};
+
+/// The tables of the default orders that a close changes.
+const CHANGED_DEFAULTS: [&str; 4] = ["orders", "stock", "reserved_resources", "order_events"];
 
 /// Rows per page of the overdue statement.
 const PAGE_SIZE: usize = 1_000;
@@ -58,7 +62,7 @@ pub struct RowDates {
 }
 
 /// Unpaid orders whose deadline has passed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OverdueOrders {
     /// How many.
     pub orders: u64,
@@ -66,6 +70,8 @@ pub struct OverdueOrders {
     pub is_at_least: bool,
     /// The deadline of the oldest.
     pub oldest: Option<Timestamp>,
+    /// The id of the oldest.
+    pub example: Option<OrderId>,
 }
 
 /// An operator's choice of unpaid orders.
@@ -120,6 +126,8 @@ pub struct OrdersTable {
     overdue: Option<Sweeper>,
     /// What a mapping tells about it.
     mapped: Option<Questions>,
+    /// The tables that a close changes, as far as they are known.
+    changed: Vec<String>,
 }
 
 impl OrdersTable {
@@ -134,7 +142,15 @@ impl OrdersTable {
             overdue = Some(Sweeper::prepare(database.clone(), statements.overdue).await?);
             mapped = statements.questions;
         }
-        Ok(Self { database, kind: kind.clone(), overdue, mapped })
+        let changed = match settings.table_of(kind) {
+            Some(table) => {
+                let stocks = table.give_back.iter().map(|given_back| &given_back.stock);
+                std::iter::once(&table.table).chain(stocks).cloned().collect()
+            }
+            None if overdue.is_some() => Vec::new(),
+            None => CHANGED_DEFAULTS.map(str::to_owned).to_vec(),
+        };
+        Ok(Self { database, kind: kind.clone(), overdue, mapped, changed })
     }
 
     /// Whose orders they are.
@@ -202,17 +218,20 @@ impl OrdersTable {
     pub async fn overdue(&self) -> Result<OverdueOrders, Unknown> {
         if let Some(sweeper) = &self.overdue {
             let (found, is_at_least) = first_overdue(sweeper).await?;
-            let oldest = found.first().map(|(_, deadline)| *deadline);
-            return Ok(OverdueOrders { orders: found.len() as u64, is_at_least, oldest });
+            let (example, oldest) = found.first().cloned().unzip();
+            return Ok(OverdueOrders { orders: found.len() as u64, is_at_least, oldest, example });
         }
         let count = sqlx::query(
-            "SELECT count(*) AS orders, min(expires_at) AS oldest FROM orders
-             WHERE status = 'unpaid' AND expires_at <= statement_timestamp()",
+            "SELECT count(*) AS orders, min(expires_at) AS oldest, (
+                 SELECT id::text FROM orders WHERE status = 'unpaid' AND expires_at <= statement_timestamp()
+                 ORDER BY expires_at, id LIMIT 1) AS example
+             FROM orders WHERE status = 'unpaid' AND expires_at <= statement_timestamp()",
         );
         let row = self.read(async |connection| count.fetch_one(connection).await).await?;
         let (orders, oldest): (i64, Option<Timestamptz>) = (get(&row, "orders")?, get(&row, "oldest")?);
         let oldest = oldest.map(|Timestamptz(oldest)| oldest);
-        Ok(OverdueOrders { orders: orders.unsigned_abs(), is_at_least: false, oldest })
+        let example = get::<Option<String>>(&row, "example")?.and_then(|id| OrderId::new(id).ok());
+        Ok(OverdueOrders { orders: orders.unsigned_abs(), is_at_least: false, oldest, example })
     }
 
     /// The order's row; `None` if there is no such order.
@@ -299,6 +318,21 @@ impl OrdersTable {
         let ask = ask.bind(id.as_str());
         let found = self.read(async |connection| ask.fetch_optional(connection).await).await?;
         Ok(found.is_none())
+    }
+
+    /// The transactions that may keep the order from being closed, the one with its row first.
+    ///
+    /// # Errors
+    /// [`Unknown`] if the query fails.
+    pub async fn lock_holders(&self, id: &OrderId) -> Result<Vec<LockHolder>, Unknown> {
+        let mut row = None;
+        if self.overdue.is_none() && is_uuid(id.as_str()) {
+            let select =
+                sqlx::query_scalar("SELECT xmax::text FROM orders WHERE id = $1::text::uuid").bind(id.as_str());
+            row = self.read(async |connection| select.fetch_optional(connection).await).await?;
+        }
+        let row: Option<String> = row;
+        lock_holders(&self.database, &self.changed, row.as_deref()).await.map_err(|error| one_line(&error))
     }
 
     /// The unpaid orders that a condition of the operator chooses, read in a transaction that can change nothing.

@@ -5,6 +5,7 @@
 
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::problem::{Cause, Problem};
 use serde::Serialize;
 
 use super::late_payments::{OpenLateMoney, open_by_currency};
@@ -163,34 +164,34 @@ impl Overview {
 }
 
 /// Whether orders are closed on time.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     /// They are.
     OnTime,
-    /// They are, and something is wrong: one line for each. Or they are not because a payment provider does not answer.
-    Degraded(Vec<String>),
-    /// Closing is paused, of one kind or of all: one line for each pause, and for what is wrong besides.
-    Paused(Vec<String>),
-    /// They are not: one line for each reason that is known.
-    Late(Vec<String>),
+    /// They are, and something is wrong. Or they are not because a payment provider does not answer.
+    Degraded(Vec<Problem>),
+    /// Closing is paused, of one kind or of all: each pause, and what is wrong besides.
+    Paused(Vec<Problem>),
+    /// They are not: each reason that is known.
+    Late(Vec<Problem>),
     /// That cannot be known: why.
     Unknown(String),
 }
 
-/// Judges the state of the moment. `problems` are the lines of a worker's `/readyz` that is not ready or degraded.
+/// Judges the state of the moment. `problems` are those of a worker's `/readyz`, without pauses.
 #[must_use]
-pub fn verdict(overview: Result<&Overview, &str>, problems: &[String]) -> Verdict {
+pub fn verdict(overview: Result<&Overview, &str>, problems: &[Problem]) -> Verdict {
     let overview = match overview {
         Ok(overview) => overview,
         Err(why) => return Verdict::Unknown(why.to_owned()),
     };
-    let mut reasons: Vec<String> = overview.pauses().iter().map(Pause::sentence).collect();
+    let pauses = overview.pauses().iter().map(|pause| Problem::described(Cause::ClosingPaused, pause.sentence()));
+    let mut reasons: Vec<Problem> = pauses.collect();
     reasons.extend_from_slice(problems);
     // What is overdue because its closing is paused is no news.
     if overview.kinds.iter().any(|of| of.is_late() && !overview.is_paused(&of.kind)) {
         if overview.workers.as_ref().is_some_and(|workers| !workers.iter().any(|worker| worker.is_live)) {
-            reasons.push("no worker is registered as running".into());
+            reasons.push(Problem::described(Cause::NoWorker, "no worker is registered as running"));
         }
         return Verdict::Late(reasons);
     }
@@ -236,7 +237,7 @@ mod tests {
 
     #[test]
     fn verdict_follows_oldest_overdue_order() {
-        let problem = || vec!["broker: no consumer session is open".to_owned()];
+        let problem = || vec![Problem::described(Cause::Broker, "no consumer session is open")];
         assert_eq!(verdict(Ok(&overview(None)), &[]), Verdict::OnTime);
         assert_eq!(verdict(Ok(&overview(Some(0.4))), &[]), Verdict::OnTime);
         assert_eq!(verdict(Ok(&overview(Some(0.4))), &problem()), Verdict::Degraded(problem()));
@@ -259,7 +260,7 @@ mod tests {
         };
         let mut paused = Overview { paused: Some(vec![pause(Some("order"))]), ..overview(Some(60.0)) };
         let Verdict::Paused(reasons) = verdict(Ok(&paused), &[]) else { panic!() };
-        assert_eq!(reasons, [pause(Some("order")).sentence()]);
+        assert_eq!(reasons[0].what, pause(Some("order")).sentence());
         paused.kinds.push(of_kind("acceptance", Some(60.0)));
         assert!(matches!(verdict(Ok(&paused), &[]), Verdict::Late(_)), "another kind is not paused, and late");
         paused.paused = Some(vec![pause(None)]);

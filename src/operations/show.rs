@@ -214,9 +214,14 @@ pub async fn show(
             true => known("lock", orders.is_locked(order_id).await, &mut not_known),
             false => None,
         };
+        let holders = match is_open(row) && is_overdue(row, now) {
+            true => known("lock holders", orders.lock_holders(order_id).await, &mut not_known),
+            false => None,
+        };
+        let holders = holders.as_deref();
         let (alarms, parked, pauses) = (alarms.as_deref(), parked.as_deref(), paused.as_deref());
         let claim = claim.as_ref();
-        open_cause = why_open(&Facts { now, row, is_locked, live_workers, alarms, parked, pauses, claim });
+        open_cause = why_open(&Facts { now, row, is_locked, holders, live_workers, alarms, parked, pauses, claim });
     }
     Ok(OrderStory {
         kind: kind.clone(),

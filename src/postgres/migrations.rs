@@ -166,8 +166,11 @@ async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<()
 }
 
 fn unreadable_migrations(error: &sqlx::Error) -> DatabaseError {
-    let hint =
-        if is_forbidden(error) { "; use the same user in database.url as for `order-timeout setup`" } else { "" };
+    let hint = if is_forbidden(error) {
+        "; GRANT SELECT ON order_timeout_migrations to the role of database.url, and for `order-timeout setup` use the owner of the schema"
+    } else {
+        ""
+    };
     DatabaseError(format!("the applied migrations cannot be read: {}{hint}", one_line(error)))
 }
 

@@ -17,6 +17,7 @@ pub mod contract;
 mod error;
 pub mod grants;
 mod lease;
+pub mod lock_holders;
 mod migrations;
 mod operator;
 pub mod parked_alarms;

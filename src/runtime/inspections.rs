@@ -18,11 +18,10 @@ use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::give_way::GiveWay;
-use crate::observe::degraded::Cause;
+use crate::observe::degraded::{Cause, Problem};
 use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::Schema;
-use crate::observe::inspect::{Fault, sentence};
 use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::operations::{orders_statements, unresolved};
 use crate::postgres::{Database, one_line};
@@ -137,7 +136,7 @@ impl CatalogInspection {
     async fn turn(&mut self) {
         match self.schema.look(&self.database).await {
             Ok(found) => {
-                found.iter().for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
+                found.into_iter().for_each(|(cause, problems)| self.recorder.problems(cause, None, problems));
             }
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
@@ -190,8 +189,8 @@ impl Registering {
         let active = if draining { BTreeSet::new() } else { self.active_kinds.names() };
         match self.registration.register(&active).await {
             Ok(registered) => {
-                let disagreement = registered.disagreement.as_ref().map(Fault::to_string);
-                self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref());
+                let disagreement = registered.disagreement.clone().into_iter().collect();
+                self.recorder.problems(Cause::WorkersDisagree, None, disagreement);
                 self.tell_shares(&registered, &active);
                 if !draining {
                     self.report_unserved(&registered);
@@ -213,12 +212,20 @@ impl Registering {
 
     fn report_unserved(&mut self, registered: &Registered) {
         for (kind, lasts) in self.unserved.note(registered.unserved(), Instant::now()) {
-            let why = lasts.then(|| format!(
-                "no live worker serves the kind \"{kind}\", which is in the settings, so nothing of it is closed; start a worker that has its orders (kinds.{kind}.table, or its close_sql and overdue_sql) and names it in worker.kinds if that is set, or remove [kinds.{kind}]"
-            ));
-            self.recorder.kind_degraded(Cause::KindNotServed, &kind, why.as_deref());
+            let found = lasts.then(|| kind_not_served(&kind)).into_iter().collect();
+            self.recorder.problems(Cause::KindNotServed, Some(&kind), found);
         }
     }
+}
+
+fn kind_not_served(kind: &Kind) -> Problem {
+    Problem::new(
+        Cause::KindNotServed,
+        format!("no live worker serves the kind \"{kind}\", which is in the settings, so nothing of it is closed"),
+        format!(
+            "start a worker that has its orders (kinds.{kind}.table, or its close_sql and overdue_sql) and names it in worker.kinds if that is set, or remove [kinds.{kind}]"
+        ),
+    )
 }
 
 /// What is checked of the statements of one kind.
@@ -254,9 +261,7 @@ impl PlanInspections {
             tokio::select! {
                 looked = self.plans.look(&self.database) => match looked {
                     Ok(found) => {
-                        found
-                            .iter()
-                            .for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
+                        found.into_iter().for_each(|(cause, problems)| self.recorder.problems(cause, problems));
                     }
                     Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
                 },

@@ -163,7 +163,7 @@ fn missing_rights_are_named() {
             fault(
                 "database_rights",
                 &format!("REVOKE UPDATE ON alarm_outbox FROM {role}"),
-                "lacks UPDATE ON alarm_outbox: GRANT it",
+                "lacks UPDATE ON alarm_outbox: GRANT UPDATE ON alarm_outbox TO",
                 &format!("GRANT UPDATE ON alarm_outbox TO {role}"),
             ),
             fault(

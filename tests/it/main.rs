@@ -26,6 +26,7 @@ mod dry_run;
 mod explain;
 mod handlers;
 mod health;
+mod healthy;
 mod hostile;
 mod kind_examples;
 mod kind_faults;

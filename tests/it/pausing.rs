@@ -78,7 +78,7 @@ fn paused_workers_close_nothing() {
         let (_, found, _) = call(&env, &["doctor", "--json"]).await;
         let found: Value = serde_json::from_str(&found).unwrap();
         let finding =
-            found["checks"].as_array().unwrap().iter().find(|check| check["name"] == "orders_overdue").unwrap();
+            found["checks"].as_array().unwrap().iter().find(|check| check["cause"] == "closing_paused").unwrap();
         assert!(finding.to_string().contains(WHY), "{finding}");
         assert!(succeed(&env, &["resume", "--why", "they are back"]).await.starts_with("resumed; closing was paused"));
         wait_for("everything that is due is closed", async || env.closed().await == 36).await;

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use order_timeout::config::Settings;
 use order_timeout::effects::close::Closer;
-use order_timeout::operations::doctor::{CheckName, Options, examine};
+use order_timeout::operations::doctor::{Options, examine};
 use order_timeout::operations::{close_orders, orders_statements};
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout::postgres::{Database, Operator};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Outcome;
+use order_timeout_core::problem::Cause;
 use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, Outage, PaymentService, Truth, wide_limits};
@@ -420,8 +421,8 @@ fn doctor_tries_keys_of_providers() {
             let order = env.order(Duration::from_secs(3_600)).await;
             begin_attempts(&env, &[order], "card").await;
             let report = examine(&env.settings, &Options::default()).await;
-            let found: Vec<_> = report.findings().filter(|(name, _)| *name == CheckName::Providers).collect();
-            let [(_, finding)] = found[..] else { panic!("{found:?}") };
+            let found: Vec<_> = report.problems().filter(|problem| problem.cause == Cause::ProviderAway).collect();
+            let [finding] = found[..] else { panic!("{found:?}") };
             assert!(finding.what.starts_with("bank cannot be asked") && finding.fix.contains("providers.bank"));
             // A payment that cannot exist, and the newest attempt.
             assert_eq!((service.calls(), gone.calls()), ((2, 0), (0, 0)));

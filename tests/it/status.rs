@@ -170,7 +170,10 @@ fn show_says_why_order_is_open() {
         assert!(why_open(&env, &late).await.contains("parked as close_failed, because guarded"));
         let mut other = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(late.id).execute(&mut *other).await.unwrap();
-        assert!(why_open(&env, &late).await.contains("holds a lock"));
+        let pid: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *other).await.unwrap();
+        let why = why_open(&env, &late).await;
+        assert!(why.contains(&format!("pid {pid} (")) && why.contains("idle in transaction) since 20"), "{why}");
+        assert!(why.contains("holds a lock on its row"), "{why}");
         other.rollback().await.unwrap();
 
         assert!(env.pay(&early).await);

@@ -275,7 +275,6 @@ fn only_publishers_read_local_wall_clock() {
             // For signatures and dates of HTTP.
             "crates/providers/src/local_clock.rs",
             "crates/providers/tests/providers/rows.rs",
-            "operations/doctor/clocks.rs",
             "operations/parked.rs",
             "cli/schedule_check.rs",
             "observe/recorder.rs"

@@ -19,6 +19,7 @@ pub mod kind;
 pub mod message;
 pub mod order;
 pub mod payment;
+pub mod problem;
 mod setting;
 
 pub use error_chain::with_causes;

@@ -17,7 +17,6 @@ mod pauses;
 mod pending;
 mod plots;
 mod providers;
-mod remedies;
 mod reminders;
 mod unresolved;
 mod words;

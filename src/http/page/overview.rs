@@ -13,9 +13,10 @@ use super::super::site::{Shared, View};
 use super::layout::{Layout, Visitor};
 use super::pending::pending_between;
 use super::plots;
-use super::remedies::{self, remedy};
-use super::words::{age, count, lateness, moment, money, number, shown, with_code};
+use super::words::{age, capitalised, count, lateness, moment, money, number, shown, with_code};
 use super::{due, kinds, pauses, providers, reminders, unresolved};
+use crate::observe::degraded::{Cause, Problem};
+use crate::observe::health::title;
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
@@ -71,25 +72,19 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
     }
 }
 
-/// What `/readyz` says, unless it says that all is well.
-fn problems(shared: &Shared) -> Vec<String> {
-    let report = shared.pages.health.is_ready();
-    let is_problem = |line: &&String| !report.is_healthy || line.starts_with("degraded");
-    report.lines.iter().filter(is_problem).cloned().collect()
+/// What `/readyz` says, but for pauses: those of all kinds are read from the database.
+fn problems(shared: &Shared) -> Vec<Problem> {
+    let problems = shared.pages.health.is_ready().problems;
+    problems.into_iter().filter(|problem| problem.cause != Cause::ClosingPaused).collect()
 }
 
-/// A reason, and what to do about it.
-fn reason(text: &str) -> Markup {
-    html! {
-        li {
-            (shown(text))
-            @if let Some(remedy) = remedy(text) { p.todo { (with_code(&remedy)) } }
-        }
-    }
+/// What is wrong, and what to do about it.
+fn reason(problem: &Problem) -> Markup {
+    html! { li { (shown(&title(problem))) p.todo { (with_code(&capitalised(&problem.fix))) } } }
 }
 
-fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[String]) -> Markup {
-    let (class, mark, reasons): (_, _, &[String]) = match verdict {
+fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[Problem]) -> Markup {
+    let (class, mark, reasons): (_, _, &[Problem]) = match verdict {
         Verdict::OnTime => ("ok", "✓", &[]),
         Verdict::Degraded(reasons) => ("warn", "!", reasons),
         Verdict::Paused(reasons) => ("bad", "‖", reasons),
@@ -99,14 +94,14 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[S
     html! {
         section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
             h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
-            @if !reasons.is_empty() { ul { @for text in reasons { (reason(text)) } } }
+            @if !reasons.is_empty() { ul { @for problem in reasons { (reason(problem)) } } }
             @if let (Verdict::Paused(_) | Verdict::Late(_), Some(overview)) = (verdict, overview) { (overdue_links(overview)) }
             @if let Verdict::Unknown(why) = verdict {
                 p { (shown(why)) }
-                p.todo { (with_code(remedies::DATABASE)) }
+                p.todo { (with_code(&Cause::Database.remedy())) }
                 // What is known of the database is said already.
-                @let others: Vec<_> = problems.iter().filter(|line| !line.contains("database: ")).collect();
-                @if !others.is_empty() { ul { @for text in others { (reason(text)) } } }
+                @let others: Vec<_> = problems.iter().filter(|problem| problem.cause != Cause::Database).collect();
+                @if !others.is_empty() { ul { @for problem in others { (reason(problem)) } } }
             }
         }
     }
@@ -307,7 +302,7 @@ fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
             h2 { "This worker" }
             dl {
                 dt { "ready" }
-                @for line in &ready.lines { dd { (shown(line)) } }
+                @for line in &ready.lines() { dd { (shown(line)) } }
                 dt { "namespace" } dd { (shown(&settings.namespace)) }
                 dt { "consumer session" }
                 dd { (session(shared)) }
@@ -329,7 +324,7 @@ fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
 fn session(shared: &Shared) -> String {
     let served = shared.served.list();
     let open = served.iter().filter(|served| served.metrics.session_open.get() == 1).count();
-    let is_paused = shared.pages.health.is_ready().lines.iter().any(|line| line.starts_with("closing"));
+    let is_paused = shared.pages.health.is_ready().problems.iter().any(|problem| problem.cause == Cause::ClosingPaused);
     match (shared.settings.delay.strategy.needs_broker(), open, served.len()) {
         (false, ..) => "not needed".to_owned(),
         (true, 0, _) if is_paused => "closed while closing is paused: alarms wait in the broker".to_owned(),

@@ -13,53 +13,30 @@ pub mod relay_watch;
 pub mod schema;
 pub mod sweep_watch;
 
-use std::fmt;
+use order_timeout_core::problem::{Cause, Problem};
 
 use crate::config::Settings;
-use crate::observe::degraded::Cause;
 use crate::postgres::{Database, DatabaseError, one_line};
 use schema::Schema;
 
-/// Something that is wrong, and how to fix it. Displayed as one sentence.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
-    /// What is wrong.
-    pub what: String,
-    /// What to do, such as a statement to run.
-    pub fix: String,
-}
+/// The result of an inspection for each cause: its problems. Without one the cause does not hold.
+pub type Found = Vec<(Cause, Vec<Problem>)>;
 
-impl Fault {
-    fn new(what: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self { what: what.into(), fix: fix.into() }
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.what, self.fix)
-    }
-}
-
-/// The result of an inspection for each cause: its faults. Without a fault the cause does not hold.
-pub type Found = Vec<(Cause, Vec<Fault>)>;
-
-/// The sentence about a cause with these faults; `None` if it has none.
+/// The sentence about a cause with these problems; `None` if it has none.
 #[must_use]
-pub fn sentence(faults: &[Fault]) -> Option<String> {
-    (!faults.is_empty()).then(|| faults.iter().map(Fault::to_string).collect::<Vec<_>>().join("; "))
+pub fn sentence(problems: &[Problem]) -> Option<String> {
+    (!problems.is_empty()).then(|| problems.iter().map(Problem::sentence).collect::<Vec<_>>().join("; "))
 }
 
-/// Checks that the database has what a worker with these settings needs.
+/// What a worker with these settings needs and the database lacks.
 ///
 /// # Errors
-/// [`DatabaseError`], one sentence that names what is missing.
-pub async fn require_complete(settings: &Settings) -> Result<(), DatabaseError> {
+/// [`DatabaseError`] if it cannot be looked at.
+pub async fn missing(settings: &Settings) -> Result<Vec<Problem>, DatabaseError> {
     let database = Database::connect(&settings.database, 1).await?;
     let found = Schema::new(settings).look(&database).await;
     let found = found.map_err(|error| DatabaseError(format!("the schema cannot be checked: {}", one_line(&error))))?;
-    let missing: Vec<String> = found.iter().filter_map(|(_, faults)| sentence(faults)).collect();
-    if missing.is_empty() { Ok(()) } else { Err(DatabaseError(missing.join("; "))) }
+    Ok(found.into_iter().flat_map(|(_, problems)| problems).collect())
 }
 
 /// The most items that are named; the rest is counted.

@@ -7,13 +7,13 @@ use std::collections::HashMap;
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
+use order_timeout_core::problem::{Cause, Problem};
 use serde_json::Value;
 use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection, SqlSafeStr, SqlStr};
 
+use super::Found;
 use super::schema::row_security;
-use super::{Fault, Found};
-use crate::observe::degraded::Cause;
 use crate::postgres::{Database, ErrorClass, classify, one_line};
 
 /// A relation up to this size may be read completely, four times a second.
@@ -114,7 +114,7 @@ impl Plans {
         explain.persistent(false).fetch_one(connection).await
     }
 
-    async fn why_slow(&self, connection: &mut PgConnection, plan: &Value) -> Result<Option<Fault>, sqlx::Error> {
+    async fn why_slow(&self, connection: &mut PgConnection, plan: &Value) -> Result<Option<Problem>, sqlx::Error> {
         let scans = unbounded_scans(plan);
         if scans.is_empty() {
             return Ok(None);
@@ -127,7 +127,7 @@ impl Plans {
             sizes.into_iter().map(|(schema, table, bytes)| ((schema, table), bytes)).collect();
         let large = scans.into_iter().find_map(|scan| {
             let bytes = *sizes.get(&(scan.schema.clone(), scan.table.clone()))?;
-            (bytes > self.small_bytes).then(|| scan.fault(&self.overdue.1, bytes, self.index.as_deref()))
+            (bytes > self.small_bytes).then(|| scan.problem(&self.overdue.1, bytes, self.index.as_deref()))
         });
         Ok(large)
     }
@@ -140,8 +140,8 @@ fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
     }
     let is_right = error.as_database_error().is_some_and(|fault| fault.code().as_deref() == Some("42501"));
     let advice = if is_right { "GRANT the worker's role what it uses" } else { "correct the statement or its tables" };
-    let fault = Fault::new(format!("{name} cannot be run: {}", one_line(&error)), advice);
-    Ok(vec![(Cause::DatabaseRights, vec![fault])])
+    let problem = Problem::new(Cause::DatabaseRights, format!("{name} cannot be run: {}", one_line(&error)), advice);
+    Ok(vec![(Cause::DatabaseRights, vec![problem])])
 }
 
 fn explain(sql: &SqlStr) -> SqlStr {
@@ -177,7 +177,7 @@ struct Scan {
 
 impl Scan {
     /// `known`: the statement that creates the index, where that is not a guess.
-    fn fault(&self, statement: &str, bytes: i64, known: Option<&str>) -> Fault {
+    fn problem(&self, statement: &str, bytes: i64, known: Option<&str>) -> Problem {
         let Self { schema, table, index, is_part, columns, condition } = self;
         let megabytes = bytes / 1024 / 1024;
         let what = match index {
@@ -192,11 +192,12 @@ impl Scan {
         let what = format!("{statement} reads {what} in every sweep");
         if let Some(create) = known {
             let fix = format!("{create}; ANALYZE {schema}.{table}, which is enough if that index exists");
-            return Fault::new(what, fix);
+            return Problem::new(Cause::SlowOverdueQuery, what, fix);
         }
         let condition = condition.as_ref().map_or_else(String::new, |condition| format!(" WHERE {condition}"));
         if columns.is_empty() {
-            return Fault::new(
+            return Problem::new(
+                Cause::SlowOverdueQuery,
                 what,
                 format!(
                     "it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), because clock_timestamp() cannot bound an index scan"
@@ -204,7 +205,11 @@ impl Scan {
             );
         }
         let columns = columns.join(", ");
-        Fault::new(what, format!("CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"))
+        Problem::new(
+            Cause::SlowOverdueQuery,
+            what,
+            format!("CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"),
+        )
     }
 }
 
@@ -314,7 +319,7 @@ mod tests {
             "Filter": "((p.state = 'open'::text) AND (p.pay_until <= (statement_timestamp() - '00:00:00.5'::interval)))" });
         let sort = json!({ "Node Type": "Sort", "Sort Key": ["p.pay_until", "p.id"], "Plans": [seq_scan] });
         let found = scans(&json!({ "Node Type": "Limit", "Plans": [sort] }));
-        let said = found[0].fault("own.sql", 62 * 1024 * 1024, None).to_string();
+        let said = found[0].problem("own.sql", 62 * 1024 * 1024, None).sentence();
         assert_eq!(
             said,
             "own.sql reads all of public.purchases (62 MB) in every sweep: CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'"
@@ -325,9 +330,9 @@ mod tests {
     fn index_scan_without_upper_bound_is_reported() {
         let found = scans(&index_scan("(ROW(p.pay_until, p.id) > ROW('-infinity', 0))"));
         assert_eq!(found[0].index.as_deref(), Some("purchases_pkey"));
-        let said = found[0].fault("own.sql", 0, None).to_string();
+        let said = found[0].problem("own.sql", 0, None).sentence();
         assert!(said.contains("statement_timestamp()") && said.contains("without a bound"), "{said}");
-        let said = found[0].fault("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)")).to_string();
+        let said = found[0].problem("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)")).sentence();
         assert!(said.ends_with("CREATE INDEX ON purchases (pay_until, id); ANALYZE public.purchases, which is enough if that index exists"), "{said}");
     }
 

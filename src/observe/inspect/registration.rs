@@ -6,11 +6,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use order_timeout_core::engine::Share;
 use order_timeout_core::kind::Kind;
+use order_timeout_core::problem::{Cause, Problem};
 use sqlx::Row;
 use sqlx::types::Json;
 use uuid::Uuid;
 
-use super::{Fault, listed};
+use super::listed;
 use crate::config::Settings;
 use crate::config::kinds::OrdersOf;
 use crate::postgres::Database;
@@ -67,7 +68,7 @@ pub struct Registration {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Registered {
     /// How other workers on this schema differ, if they do.
-    pub disagreement: Option<Fault>,
+    pub disagreement: Option<Problem>,
     own: Entry,
     others: Vec<Entry>,
     kinds: BTreeSet<Kind>,
@@ -131,7 +132,7 @@ impl Registration {
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn disagreement(&self) -> Result<Option<Fault>, sqlx::Error> {
+    pub async fn disagreement(&self) -> Result<Option<Problem>, sqlx::Error> {
         let select = sqlx::query(LIVE).bind(self.own.id);
         let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
@@ -230,7 +231,7 @@ pub(crate) fn host() -> String {
     if name.is_empty() { "(unknown)".to_owned() } else { name.to_owned() }
 }
 
-fn disagreement(own: &Entry, others: &[Entry]) -> Option<Fault> {
+fn disagreement(own: &Entry, others: &[Entry]) -> Option<Problem> {
     let differing: Vec<String> = others
         .iter()
         .filter_map(|other| {
@@ -241,7 +242,8 @@ fn disagreement(own: &Entry, others: &[Entry]) -> Option<Fault> {
         })
         .collect();
     (!differing.is_empty()).then(|| {
-        Fault::new(
+        Problem::new(
+            Cause::WorkersDisagree,
             listed(&differing),
             "give all workers on this schema the same settings, or use a separate database for the other namespace",
         )
@@ -303,7 +305,7 @@ mod tests {
     }
 
     fn sentence(own: &Entry, others: &[Entry]) -> String {
-        disagreement(own, others).unwrap().to_string()
+        disagreement(own, others).unwrap().sentence()
     }
 
     #[test]
@@ -334,7 +336,7 @@ mod tests {
         let said = sentence(&with_lane("5m"), &[with_lane("10m")]);
         assert!(said.contains("kinds.acceptance.lanes \"10m\", this one \"5m\""), "{said}");
         let with_statements = entry(|settings| settings.orders.close_sql = "close.sql".into());
-        let said = disagreement(&entry(|_| {}), &[with_statements]).unwrap().to_string();
+        let said = disagreement(&entry(|_| {}), &[with_statements]).unwrap().sentence();
         let difference = "orders of the kind order in \"statements of its own\", this one \"the default tables\"";
         assert!(said.contains(difference), "{said}");
     }

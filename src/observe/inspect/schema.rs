@@ -3,12 +3,12 @@
 //!
 //! One query on the catalog; reads no row of our own or the shop's tables.
 
+use order_timeout_core::problem::{Cause, Problem};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::{Fault, Found, listed};
+use super::{Found, listed};
 use crate::config::Settings;
-use crate::observe::degraded::Cause;
 use crate::postgres::Database;
 
 /// A table, and the columns and rights that the worker's statements use.
@@ -308,7 +308,7 @@ const ADD_EARLY_CLOSE_CHECK: &str =
 const CATALOG_QUERY: &str = "
 SELECT pg_is_in_recovery() AS is_standby,
        current_setting('transaction_read_only') = 'on' AS is_read_only,
-       current_user::text AS role,
+       quote_ident(current_user) AS role,
        current_setting('search_path') AS search_path,
        ARRAY(
            SELECT DISTINCT n.t FROM unnest($1::text[]) AS n(t) WHERE to_regclass(n.t) IS NULL ORDER BY 1
@@ -319,6 +319,10 @@ SELECT pg_is_in_recovery() AS is_standby,
                SELECT FROM pg_attribute a
                WHERE a.attrelid = to_regclass(n.t) AND a.attname = n.c AND a.attnum > 0 AND NOT a.attisdropped)
        ) AS columns,
+       ARRAY(
+           SELECT DISTINCT n.t FROM unnest($1::text[]) AS n(t) JOIN pg_class c ON c.oid = to_regclass(n.t)
+           WHERE c.relpersistence = 'u' ORDER BY 1
+       ) AS unlogged,
        ARRAY(
            SELECT n.r || ' ON ' || n.t FROM unnest($3::text[], $4::text[]) AS n(t, r)
            WHERE to_regclass(n.t) IS NOT NULL
@@ -378,6 +382,7 @@ struct Catalog {
     search_path: String,
     tables: Vec<String>,
     columns: Vec<String>,
+    unlogged: Vec<String>,
     rights: Vec<String>,
     row_security: Vec<String>,
     /// Positions of missing indexes in the list of indexes, from 1.
@@ -447,15 +452,6 @@ impl Schema {
         Ok(self.judge(&read(&row)?))
     }
 
-    /// The names of the tables.
-    #[must_use]
-    pub fn table_names(&self) -> Vec<&'static str> {
-        let mut names: Vec<_> = self.tables.iter().map(|table| table.name).collect();
-        names.sort_unstable();
-        names.dedup();
-        names
-    }
-
     fn judge(&self, catalog: &Catalog) -> Found {
         vec![
             (Cause::Schema, self.what_is_missing(catalog)),
@@ -464,15 +460,16 @@ impl Schema {
         ]
     }
 
-    fn what_is_missing(&self, catalog: &Catalog) -> Vec<Fault> {
-        let mut faults = Vec::new();
+    fn what_is_missing(&self, catalog: &Catalog) -> Vec<Problem> {
+        let mut problems = Vec::new();
         if !catalog.tables.is_empty() {
             let with_migration = |name: &String| {
                 let table = self.tables.iter().find(|table| table.name == name.as_str());
                 format!("{name} (created by migrations/{})", table.map_or("", |table| table.migration))
             };
             let tables: Vec<String> = catalog.tables.iter().map(with_migration).collect();
-            faults.push(Fault::new(
+            problems.push(Problem::new(
+                Cause::Schema,
                 format!("the table {} is missing in the schemas {}", listed(&tables), catalog.search_path),
                 "restore it from a backup, or create it as the migration does",
             ));
@@ -480,64 +477,71 @@ impl Schema {
         if !catalog.columns.is_empty() {
             let columns = listed(&catalog.columns);
             let what = format!("the column {columns} is missing");
-            faults.push(Fault::new(what, "add it as the migration of its table does"));
+            problems.push(Problem::new(Cause::Schema, what, "add it as the migration of its table does"));
+        }
+        for table in &catalog.unlogged {
+            let what = format!("the table {table} is unlogged, so a crash of the server empties it");
+            problems.push(Problem::new(Cause::Schema, what, format!("ALTER TABLE {table} SET LOGGED")));
         }
         let index = |place: &i32| self.indexes.get(usize::try_from(*place).ok()?.checked_sub(1)?);
         let missing = catalog.indexes.iter().filter_map(index);
-        faults.extend(missing.map(|index| Fault::new(index.missing, index.create)));
+        problems.extend(missing.map(|index| Problem::new(Cause::Schema, index.missing, index.create)));
         if catalog.no_early_close_check {
-            faults.push(Fault::new(NO_EARLY_CLOSE_CHECK, ADD_EARLY_CLOSE_CHECK));
+            problems.push(Problem::new(Cause::Schema, NO_EARLY_CLOSE_CHECK, ADD_EARLY_CLOSE_CHECK));
         }
         if !catalog.missing_functions.is_empty() {
             let what = format!("the function {} is missing", catalog.missing_functions.join(", "));
-            faults.push(Fault::new(what, "run `order-timeout setup`"));
+            problems.push(Problem::new(Cause::Schema, what, "run `order-timeout setup`"));
         }
-        faults
+        problems
     }
 }
 
-fn what_is_forbidden(catalog: &Catalog) -> Vec<Fault> {
+fn what_is_forbidden(catalog: &Catalog) -> Vec<Problem> {
     let role = &catalog.role;
-    // An unreadable outbox is a separate cause.
-    let is_unreadable = |right: &&String| {
-        let (_, table) = right.split_once(" ON ").unwrap_or_default();
-        table.ends_with("_outbox") && catalog.rights.contains(&format!("SELECT ON {table}"))
-    };
-    let rights: Vec<String> = catalog.rights.iter().filter(|right| !is_unreadable(right)).cloned().collect();
-    let mut faults = Vec::new();
-    if !rights.is_empty() {
-        faults.push(Fault::new(format!("the role {role} lacks {}", listed(&rights)), "GRANT it"));
+    let mut problems = Vec::new();
+    if !catalog.rights.is_empty() {
+        let grants: Vec<String> = catalog.rights.iter().map(|right| format!("GRANT {right} TO {role}")).collect();
+        problems.push(Problem::new(
+            Cause::DatabaseRights,
+            format!("the role {role} lacks {}", listed(&catalog.rights)),
+            grants.join("; "),
+        ));
     }
     if !catalog.forbidden_functions.is_empty() {
         let functions = catalog.forbidden_functions.join(", ");
-        faults.push(Fault::new(
+        problems.push(Problem::new(
+            Cause::DatabaseRights,
             format!("the role {role} lacks EXECUTE ON FUNCTION {functions}, without which no order is settled as paid"),
             format!("GRANT EXECUTE ON FUNCTION {functions} TO {role}"),
         ));
     }
     if !catalog.row_security.is_empty() {
-        faults.push(row_security(role, &catalog.row_security));
+        problems.push(row_security(role, &catalog.row_security));
     }
-    faults
+    problems
 }
 
-/// The fault of policies that may hide rows of these tables from this role.
-pub(super) fn row_security(role: &str, tables: &[String]) -> Fault {
+/// The problem of policies that may hide rows of these tables from this role.
+pub(super) fn row_security(role: &str, tables: &[String]) -> Problem {
     let tables = listed(tables);
-    Fault::new(
+    Problem::new(
+        Cause::DatabaseRights,
         format!("row security may hide rows of {tables} from the role {role}, and hidden orders are never closed"),
         format!("ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"),
     )
 }
 
-fn why_read_only(catalog: &Catalog) -> Option<Fault> {
+fn why_read_only(catalog: &Catalog) -> Option<Problem> {
     if catalog.is_standby {
-        Some(Fault::new(
+        Some(Problem::new(
+            Cause::ReadOnly,
             "the database is a standby and accepts no writes, so nothing can be closed",
             "let database.url name the primary, or promote the standby",
         ))
     } else if catalog.is_read_only {
-        Some(Fault::new(
+        Some(Problem::new(
+            Cause::ReadOnly,
             "the database accepts no writes (default_transaction_read_only is on), so nothing can be closed",
             "switch it off for this database and role",
         ))
@@ -554,6 +558,7 @@ fn read(row: &PgRow) -> Result<Catalog, sqlx::Error> {
         search_path: row.try_get("search_path")?,
         tables: row.try_get("tables")?,
         columns: row.try_get("columns")?,
+        unlogged: row.try_get("unlogged")?,
         rights: row.try_get("rights")?,
         row_security: row.try_get("row_security")?,
         indexes: row.try_get("indexes")?,
@@ -583,16 +588,16 @@ mod tests {
     #[test]
     fn complete_schema_has_no_cause() {
         let schema = Schema::new(&Settings::defaults());
-        assert!(schema.judge(&Catalog::default()).iter().all(|(_, faults)| faults.is_empty()));
+        assert!(schema.judge(&Catalog::default()).iter().all(|(_, problems)| problems.is_empty()));
     }
 
     #[test]
-    fn unreadable_outbox_is_not_listed_as_right() {
+    fn missing_rights_are_granted() {
         let schema = Schema::new(&Settings::defaults());
-        let rights = ["SELECT ON alarm_outbox", "UPDATE ON alarm_outbox"].map(str::to_owned).to_vec();
-        let catalog = |rights: &[String]| Catalog { rights: rights.to_vec(), ..Catalog::default() };
-        assert_eq!(why(schema.judge(&catalog(&rights)), Cause::DatabaseRights), None);
-        let said = why(schema.judge(&catalog(&rights[1..])), Cause::DatabaseRights).unwrap();
-        assert!(said.contains("lacks UPDATE ON alarm_outbox"), "{said}");
+        let rights = ["SELECT ON alarm_outbox", "UPDATE ON stock"].map(str::to_owned).to_vec();
+        let catalog = Catalog { rights, role: "worker".into(), ..Catalog::default() };
+        let said = why(schema.judge(&catalog), Cause::DatabaseRights).unwrap();
+        assert!(said.contains("lacks SELECT ON alarm_outbox, UPDATE ON stock"), "{said}");
+        assert!(said.ends_with("GRANT SELECT ON alarm_outbox TO worker; GRANT UPDATE ON stock TO worker"), "{said}");
     }
 }

@@ -3,13 +3,13 @@
 //! Runs them as `adopt --check` does: up to ten closes of a shop's own table are rolled back.
 
 use order_timeout_core::kind::Kind;
+use order_timeout_core::problem::{Cause, Problem};
 
-use super::check::{CheckName, Checks, Finding};
-use super::database::of_cause;
+use super::check::Checks;
+use super::database::of_worker;
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
-use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::operations::adopt::{Level, check};
 use crate::operations::{first_backlog, orders_statements};
@@ -18,14 +18,15 @@ use crate::postgres::{Database, DatabaseError, adoption, one_line};
 
 pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kind, checks: &mut Checks) {
     let is_own = !settings.has_default_orders(kind);
-    if is_own && database.assumes_time_zone() {
+    let names_zone = settings.table_of(kind).is_some_and(|table| table.time_zone.is_some());
+    if is_own && !names_zone && database.assumes_time_zone() {
         checks.warning(
-            CheckName::TimeZone,
-            Finding::new(
+            Problem::new(
+                Cause::TimeZone,
                 "the worker's role may not read the server's time zone, so log_timezone is assumed",
-                "deadlines in a column of type timestamp are hours off if the two differ",
                 "name the zone of psql (SHOW timezone) in database.time_zone",
-            ),
+            )
+            .because("deadlines in a column of type timestamp are hours off if the two differ"),
         );
     }
     let prepared = async {
@@ -36,7 +37,7 @@ pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kin
     };
     let (statements, closer, sweeper) = match prepared.await {
         Ok(prepared) => prepared,
-        Err(fault) => return checks.error(CheckName::OrdersStatements, statement(fault.to_string())),
+        Err(fault) => return checks.error(statement(fault.to_string())),
     };
     let (close_name, overdue_name) = orders_statements::names(settings, kind);
     let own_close = is_own.then(|| {
@@ -50,14 +51,14 @@ pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kin
             for (cause, faults) in found {
                 is_planned &= faults.is_empty();
                 // The schema's own check names a default index that is missing.
-                if is_own || cause != Cause::SlowOverdueQuery || !checks.has_finding(CheckName::SchemaComplete) {
-                    faults.iter().for_each(|fault| of_cause(cause, fault, checks));
+                if is_own || cause != Cause::SlowOverdueQuery || !checks.has_found(Cause::Schema) {
+                    faults.into_iter().for_each(|problem| of_worker(problem, checks));
                 }
             }
         }
         Err(error) => {
             is_planned = false;
-            checks.not_known(CheckName::OverduePlan, one_line(&error));
+            checks.not_known(Cause::SlowOverdueQuery, one_line(&error));
         }
     }
     let adoptable = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
@@ -67,21 +68,18 @@ pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kin
             Ok(report) => {
                 let wrong = report.findings.into_iter().filter(|finding| finding.level == Level::Wrong);
                 wrong.for_each(|finding| {
-                    checks.error(
-                        CheckName::OrdersStatements,
-                        statement(format!("{}: {}", finding.key, finding.sentence)),
-                    );
+                    checks.error(statement(format!("{}: {}", finding.key, finding.sentence)));
                 });
             }
-            Err(fault) => checks.not_known(CheckName::OrdersStatements, fault.to_string()),
+            Err(fault) => checks.not_known(Cause::OrdersContract, fault.to_string()),
         }
     }
 }
 
-fn statement(what: String) -> Finding {
-    Finding::new(
+fn statement(what: String) -> Problem {
+    Problem::new(
+        Cause::OrdersContract,
         what,
-        "a worker does not start, or does not close these orders",
         "correct the setting that is named, and prove it with `order-timeout adopt --check`",
     )
 }
@@ -106,18 +104,17 @@ async fn backlog(
         Ok(None) => true,
         Ok(Some(refusal)) => {
             let of_kind = if kind.is_default() { String::new() } else { format!(" --kind {kind}") };
-            checks.error(
-                CheckName::FirstBacklog,
-                Finding::new(
-                    refusal,
-                    "a worker refuses to start, so that old orders are not closed by surprise",
-                    format!("run `order-timeout adopt --accept-backlog{of_kind}`, or leave old orders out as the sentence says"),
+            checks.error(Problem::new(
+                Cause::FirstBacklog,
+                refusal,
+                format!(
+                    "run `order-timeout adopt --accept-backlog{of_kind}`, or leave old orders out as the sentence says"
                 ),
-            );
+            ));
             false
         }
         Err(fault) => {
-            checks.not_known(CheckName::FirstBacklog, fault.to_string());
+            checks.not_known(Cause::FirstBacklog, fault.to_string());
             false
         }
     }

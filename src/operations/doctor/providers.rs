@@ -4,9 +4,10 @@
 
 use futures_util::future::join_all;
 use order_timeout_core::payment::{Answer, Attempt};
+use order_timeout_core::problem::{Cause, Problem};
 use order_timeout_providers::{Provider, Providers};
 
-use super::check::{CheckName, Checks, Finding};
+use super::check::Checks;
 use super::server;
 use crate::config::Settings;
 use crate::postgres::Database;
@@ -14,7 +15,7 @@ use crate::postgres::Database;
 pub(super) async fn examine(settings: &Settings, database: Option<&Database>, checks: &mut Checks) {
     let providers = match Providers::new(&settings.providers) {
         Ok(providers) => providers,
-        Err(fault) => return checks.error(CheckName::Providers, unusable("a provider", &fault.to_string())),
+        Err(fault) => return checks.error(unusable("a provider", &fault.to_string())),
     };
     let newest = match database {
         Some(database) => server::newest_attempts(database).await,
@@ -25,9 +26,7 @@ pub(super) async fn examine(settings: &Settings, database: Option<&Database>, ch
         let newest = newest.iter().find(|attempt| attempt.provider == name);
         async move { try_keys(&**provider, newest).await.map_err(|why| unusable(name, &why)) }
     }));
-    for finding in faults.await.into_iter().filter_map(Result::err) {
-        checks.error(CheckName::Providers, finding);
-    }
+    faults.await.into_iter().filter_map(Result::err).for_each(|problem| checks.error(problem));
 }
 
 async fn try_keys(provider: &dyn Provider, newest: Option<&Attempt>) -> Result<(), String> {
@@ -42,10 +41,11 @@ async fn try_keys(provider: &dyn Provider, newest: Option<&Attempt>) -> Result<(
     }
 }
 
-fn unusable(name: &str, why: &str) -> Finding {
-    Finding::new(
+fn unusable(name: &str, why: &str) -> Problem {
+    Problem::new(
+        Cause::ProviderAway,
         format!("{name} cannot be asked about payments: {why}"),
-        "its orders are not closed: they end as unresolved, with their stock reserved",
         format!("correct providers.{name}, and try it with `order-timeout provider ask {name} REFERENCE`"),
     )
+    .because("its orders are not closed: they end as unresolved, with their stock reserved")
 }

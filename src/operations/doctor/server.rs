@@ -1,6 +1,6 @@
-//! What the database says about itself: its settings, our role, our tables, its sessions, and what was closed lately.
+//! What the database says about itself: its version, the connections that it has left, and what was closed lately.
 //!
-//! Reads only, with few statements; judges nothing (`database.rs`).
+//! Reads only, with few statements; judges nothing (`database.rs`, `workers.rs`).
 
 use std::time::Duration;
 
@@ -18,58 +18,50 @@ pub(super) struct Facts {
     pub version_number: i32,
     pub version: String,
     pub role: String,
-    /// Rights of the role on the whole server, by the words of ALTER ROLE.
-    pub server_rights: Vec<String>,
-    /// Settings with which a commit may be lost, by name and value.
-    pub unsafe_settings: Vec<String>,
-    pub is_autovacuum_on: bool,
-    /// The age of the oldest transaction id in this database.
-    pub transaction_age: i64,
+    /// What the role may not use and without which it cannot be known which migrations are applied, as GRANT names it.
+    pub forbidden: Vec<String>,
     /// Connections that this role can still open in this database.
     pub connections_left: i64,
     /// What ends them: `max_connections`, or a limit of the role or the database.
     pub connections_limited_by: String,
-    /// Whether the role sees the sessions of others.
-    pub sees_sessions: bool,
-    /// Whether there are sessions of others.
-    pub has_other_sessions: bool,
 }
 
+/// The type of another role's session is NULL to a role without `pg_read_all_stats`. Its database and its role are not,
+/// and only a client's session has both.
 const FACTS: &str = "
-WITH used AS (
-    SELECT count(*) FILTER (WHERE backend_type = 'client backend') AS of_server,
-           count(*) FILTER (WHERE usename = session_user AND backend_type = 'client backend') AS of_role,
-           count(*) FILTER (WHERE datname = current_database() AND backend_type = 'client backend') AS of_database,
-           count(*) FILTER (WHERE datname = current_database() AND usename <> session_user) > 0 AS has_others
-    FROM pg_stat_activity),
+WITH sessions AS (
+    SELECT usename, datname FROM pg_stat_activity
+    WHERE coalesce(backend_type = 'client backend', datid IS NOT NULL AND usesysid IS NOT NULL)),
+used AS (
+    SELECT count(*) AS of_server, count(*) FILTER (WHERE usename = session_user) AS of_role,
+           count(*) FILTER (WHERE datname = current_database()) AS of_database
+    FROM sessions),
 role AS (SELECT * FROM pg_roles WHERE rolname = session_user),
 database AS (SELECT * FROM pg_database WHERE datname = current_database()),
+reserved AS (
+    SELECT coalesce(sum(setting::bigint), 0)::bigint AS connections FROM pg_settings
+    WHERE name IN ('superuser_reserved_connections', 'reserved_connections')),
 limits AS (
     SELECT 'max_connections'::text AS name,
-           current_setting('max_connections')::bigint
-           - CASE WHEN rolsuper THEN 0 ELSE current_setting('superuser_reserved_connections')::bigint END - of_server AS left_over
-    FROM used, role
+           current_setting('max_connections')::bigint - CASE WHEN rolsuper THEN 0 ELSE reserved.connections END - of_server
+               AS left_over
+    FROM used, role, reserved
     UNION ALL SELECT 'CONNECTION LIMIT of role ' || rolname, rolconnlimit - of_role FROM used, role
     WHERE rolconnlimit >= 0 AND NOT rolsuper
     UNION ALL SELECT 'CONNECTION LIMIT of database ' || datname, datconnlimit - of_database FROM used, database, role
     WHERE datconnlimit >= 0 AND NOT rolsuper)
 SELECT current_setting('server_version_num')::integer AS version_number,
-       current_setting('server_version') AS version,
-       session_user::text AS role,
-       array_remove(ARRAY[
-           CASE WHEN rolsuper THEN 'SUPERUSER' END, CASE WHEN rolcreaterole THEN 'CREATEROLE' END,
-           CASE WHEN rolcreatedb THEN 'CREATEDB' END, CASE WHEN rolreplication THEN 'REPLICATION' END], NULL) AS server_rights,
-       array_remove(ARRAY[
-           CASE WHEN current_setting('fsync') = 'off' THEN 'fsync' END,
-           CASE WHEN current_setting('full_page_writes') = 'off' THEN 'full_page_writes' END,
-           CASE WHEN current_setting('synchronous_commit') = 'off' THEN 'synchronous_commit' END], NULL) AS unsafe_settings,
-       current_setting('autovacuum') = 'on' AS is_autovacuum_on,
-       age(datfrozenxid)::bigint AS transaction_age,
-       (SELECT left_over FROM limits ORDER BY left_over LIMIT 1) AS connections_left,
-       (SELECT name FROM limits ORDER BY left_over LIMIT 1) AS connections_limited_by,
-       rolsuper OR pg_has_role('pg_read_all_stats', 'USAGE') AS sees_sessions,
-       has_others AS has_other_sessions
-FROM role, database, used";
+       current_setting('server_version') AS version, quote_ident(session_user) AS role,
+       ARRAY(
+           SELECT CASE WHEN has_schema_privilege(n.oid, 'USAGE') THEN format('SELECT ON %I.%I', n.nspname, c.relname)
+                       ELSE format('USAGE ON SCHEMA %I', n.nspname) END
+           FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+           WHERE c.relname = 'order_timeout_migrations'
+             AND coalesce(to_regclass(c.relname) = c.oid, true)
+             AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
+       ) AS forbidden,
+       left_over AS connections_left, name AS connections_limited_by
+FROM limits ORDER BY left_over LIMIT 1";
 
 /// # Errors
 /// One sentence.
@@ -80,131 +72,63 @@ pub(super) async fn facts(database: &Database) -> Result<Facts, String> {
             version_number: row.try_get("version_number")?,
             version: row.try_get("version")?,
             role: row.try_get("role")?,
-            server_rights: row.try_get("server_rights")?,
-            unsafe_settings: row.try_get("unsafe_settings")?,
-            is_autovacuum_on: row.try_get("is_autovacuum_on")?,
-            transaction_age: row.try_get("transaction_age")?,
+            forbidden: row.try_get("forbidden")?,
             connections_left: row.try_get("connections_left")?,
             connections_limited_by: row.try_get("connections_limited_by")?,
-            sees_sessions: row.try_get("sees_sessions")?,
-            has_other_sessions: row.try_get("has_other_sessions")?,
         })
     };
     row.and_then(read).map_err(|error| one_line(&error))
 }
 
-/// A table and its statistics.
-#[derive(Debug, Clone)]
-pub(super) struct Table {
-    pub name: String,
-    pub is_unlogged: bool,
-    /// Whether `autovacuum_enabled` is off for it.
-    pub is_left_out: bool,
-    pub live_rows: i64,
-    pub dead_rows: i64,
-    /// Seconds since it was vacuumed.
-    pub vacuumed_s: Option<f64>,
+/// How orders of the default table were closed lately.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Closes {
+    pub closed: i64,
+    pub swept: i64,
+    /// When the sweep closed the last of them.
+    pub last_swept: Option<Timestamp>,
+    /// How long ago that was, and the mean time between two of them.
+    pub last_swept_ago: Duration,
+    pub mean_gap: Duration,
+    /// How many were closed since then.
+    pub closed_since: i64,
 }
 
-const TABLES: &str = "
-SELECT c.oid::regclass::text AS name, c.relpersistence = 'u' AS is_unlogged,
-       EXISTS (SELECT FROM unnest(c.reloptions) AS o WHERE lower(o) IN ('autovacuum_enabled=false', 'autovacuum_enabled=off'))
-           AS is_left_out,
-       coalesce(pg_stat_get_live_tuples(c.oid), 0) AS live_rows, coalesce(pg_stat_get_dead_tuples(c.oid), 0) AS dead_rows,
-       extract(epoch FROM clock_timestamp()
-           - greatest(pg_stat_get_last_vacuum_time(c.oid), pg_stat_get_last_autovacuum_time(c.oid)))::float8 AS vacuumed_s
-FROM unnest($1::text[]) AS n(t) JOIN pg_class c ON c.oid = to_regclass(n.t) ORDER BY 1";
+const CLOSES: &str = "
+WITH closes AS (
+    SELECT closed_at, closed_by = 'sweep' AS is_swept FROM orders
+    WHERE status = 'closed' AND closed_at > clock_timestamp() - make_interval(secs => $1)),
+swept AS (SELECT count(*) AS swept, min(closed_at) AS first, max(closed_at) AS last FROM closes WHERE is_swept)
+SELECT swept, last, (SELECT count(*) FROM closes) AS closed, (SELECT count(*) FROM closes WHERE closed_at > last) AS closed_since,
+       coalesce(greatest(extract(epoch FROM clock_timestamp() - last), 0), 0)::float8 AS ago_s,
+       coalesce(extract(epoch FROM last - first) / nullif(swept - 1, 0), 0)::float8 AS gap_s
+FROM swept";
 
-/// # Errors
-/// One sentence.
-pub(super) async fn tables(database: &Database, names: &[&str]) -> Result<Vec<Table>, String> {
-    let select = sqlx::query(TABLES).bind(names);
-    let rows = database.run(async |connection| select.fetch_all(connection).await).await;
-    let read = |row: &PgRow| {
-        Ok(Table {
-            name: row.try_get("name")?,
-            is_unlogged: row.try_get("is_unlogged")?,
-            is_left_out: row.try_get("is_left_out")?,
-            live_rows: row.try_get("live_rows")?,
-            dead_rows: row.try_get("dead_rows")?,
-            vacuumed_s: row.try_get("vacuumed_s")?,
-        })
-    };
-    rows.and_then(|rows| rows.iter().map(read).collect()).map_err(|error| one_line(&error))
-}
-
-/// A transaction that is open for long.
-#[derive(Debug, Clone)]
-pub(super) struct OpenTransaction {
-    /// The process of its session; `None` for a prepared transaction.
-    pub pid: Option<i32>,
-    /// The session's user and application, or the prepared transaction's name.
-    pub of: String,
-    /// Its state in `pg_stat_activity`, or `prepared`.
-    pub state: String,
-    pub age_s: f64,
-}
-
-const OPEN_TRANSACTIONS: &str = "
-SELECT pid, concat_ws(' ', usename, nullif(application_name, '')) AS of, coalesce(state, 'unknown') AS state,
-       extract(epoch FROM clock_timestamp() - xact_start)::float8 AS age_s
-FROM pg_stat_activity
-WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()
-  AND xact_start < clock_timestamp() - make_interval(secs => $1)
-UNION ALL
-SELECT NULL, gid, 'prepared', extract(epoch FROM clock_timestamp() - prepared)::float8
-FROM pg_prepared_xacts WHERE database = current_database() AND prepared < clock_timestamp() - make_interval(secs => $1)
-ORDER BY age_s DESC LIMIT 5";
-
-/// The longest of them, in this database.
+/// What was closed in the last `within`.
 ///
 /// # Errors
 /// One sentence.
-pub(super) async fn open_transactions(
-    database: &Database,
-    longer_than: Duration,
-) -> Result<Vec<OpenTransaction>, String> {
-    let select = sqlx::query(OPEN_TRANSACTIONS).bind(longer_than.as_secs_f64());
-    let rows = database.run(async |connection| select.fetch_all(connection).await).await;
-    let read = |row: &PgRow| {
-        Ok(OpenTransaction {
-            pid: row.try_get("pid")?,
-            of: row.try_get("of")?,
-            state: row.try_get("state")?,
-            age_s: row.try_get("age_s")?,
-        })
-    };
-    rows.and_then(|rows| rows.iter().map(read).collect()).map_err(|error| one_line(&error))
-}
-
-/// How many orders of the default table were closed in the last `within`: by the sweep, and in all.
-///
-/// # Errors
-/// One sentence.
-pub(super) async fn closes(database: &Database, within: Duration) -> Result<(i64, i64), String> {
-    let select = sqlx::query(
-        "SELECT count(*) FILTER (WHERE closed_by = 'sweep') AS swept, count(*) AS closed FROM orders
-         WHERE status = 'closed' AND closed_at > clock_timestamp() - make_interval(secs => $1)",
-    );
-    let select = select.bind(within.as_secs_f64());
+pub(super) async fn closes(database: &Database, within: Duration) -> Result<Closes, String> {
+    let select = sqlx::query(CLOSES).bind(within.as_secs_f64());
     let row = database.run(async |connection| select.fetch_one(connection).await).await;
-    row.and_then(|row| Ok((row.try_get("swept")?, row.try_get("closed")?))).map_err(|error| one_line(&error))
+    let read = |row: PgRow| {
+        let last: Option<Timestamptz> = row.try_get("last")?;
+        Ok(Closes {
+            closed: row.try_get("closed")?,
+            swept: row.try_get("swept")?,
+            last_swept: last.map(|Timestamptz(last)| last),
+            last_swept_ago: Duration::from_secs_f64(row.try_get("ago_s")?),
+            mean_gap: Duration::from_secs_f64(row.try_get("gap_s")?),
+            closed_since: row.try_get("closed_since")?,
+        })
+    };
+    row.and_then(read).map_err(|error| one_line(&error))
 }
 
 /// Whether an event was published and is not deleted yet; not if that cannot be read.
 pub(super) async fn has_sent_events(database: &Database) -> bool {
     let select = sqlx::query_scalar("SELECT EXISTS (SELECT FROM event_outbox WHERE sent_at IS NOT NULL)");
     database.run(async |connection| select.fetch_one(connection).await).await.unwrap_or(false)
-}
-
-/// The database's time, between our own before and after it.
-///
-/// # Errors
-/// One sentence.
-pub(super) async fn now(database: &Database) -> Result<Timestamp, String> {
-    let select = sqlx::query_scalar("SELECT clock_timestamp()");
-    let now = database.run(async |connection| select.fetch_one(connection).await).await;
-    now.map(|Timestamptz(now)| now).map_err(|error| one_line(&error))
 }
 
 /// Of the hundred unpaid orders that fall due last, so that the deadline index finds them. Younger than what a provider forgets.

@@ -2,22 +2,24 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
-use order_timeout::operations::doctor::{CheckName, Options, examine};
+use order_timeout::operations::doctor::{Verdict, examine};
 use order_timeout::postgres;
 use order_timeout_core::delay::Strategy;
+use order_timeout_core::problem::Cause;
+use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::away::on_private_database;
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{TestEnv, wait_for};
-use regex::Regex;
+use sqlx::{ConnectOptions, Connection};
 
-use super::{SECOND, Stack, execute, here, only};
+use super::{Stack, execute, here, only, register};
 use crate::poolers::pgbouncer::Pooler;
 
 /// One way in which a database is broken.
 struct Broken {
-    check: CheckName,
+    check: Cause,
     breaks: &'static str,
     /// A part of what is found.
     says: &'static str,
@@ -33,61 +35,57 @@ enum Cure {
     Sql(&'static str, &'static str),
 }
 
-const fn broken(check: CheckName, breaks: &'static str, says: &'static str, cure: Cure) -> Broken {
+const fn broken(check: Cause, breaks: &'static str, says: &'static str, cure: Cure) -> Broken {
     Broken { check, breaks, says, cure }
 }
 
 /// Broken in SQL, and fixed in SQL.
-const IN_SQL: [Broken; 15] = {
-    use CheckName as C;
+const IN_SQL: [Broken; 16] = {
+    use Cause as C;
     use Cure::{AsSaid, FirstAsSaid, Sql};
     [
-        broken(C::SchemaComplete, "DROP INDEX orders_unpaid_by_deadline", "deadline index is missing", AsSaid),
-        broken(C::SchemaComplete, "DROP INDEX an_order_is_closed_once", "refuses a second close is missing", AsSaid),
+        broken(C::Schema, "DROP INDEX orders_unpaid_by_deadline", "deadline index is missing", AsSaid),
+        broken(C::Schema, "DROP INDEX an_order_is_closed_once", "refuses a second close is missing", AsSaid),
         broken(
-            C::SchemaComplete,
+            C::Schema,
             "ALTER TABLE orders DROP CONSTRAINT no_order_is_closed_early",
             "refuses an early close is missing",
             AsSaid,
         ),
         broken(
-            C::SchemaComplete,
+            C::Schema,
             "ALTER TABLE alarm_outbox RENAME COLUMN traceparent TO other",
             "the column alarm_outbox.traceparent is missing",
             Sql("add it", "ALTER TABLE alarm_outbox RENAME COLUMN other TO traceparent"),
         ),
+        broken(C::DatabaseRights, "REVOKE INSERT ON order_events FROM {role}", "lacks INSERT ON order_events", AsSaid),
+        broken(C::DatabaseRights, "REVOKE SELECT ON alarm_outbox FROM {role}", "lacks SELECT ON alarm_outbox", AsSaid),
+        broken(C::DatabaseRights, "REVOKE ALL ON event_outbox FROM {role}", "lacks SELECT ON event_outbox", AsSaid),
         broken(
-            C::RoleRights,
-            "REVOKE INSERT ON order_events FROM {role}",
-            "lacks INSERT ON order_events",
-            Sql("GRANT it", "GRANT INSERT ON order_events TO {role}"),
+            C::DatabaseRights,
+            "REVOKE SELECT ON order_timeout_migrations FROM {role}",
+            "lacks SELECT ON public.order_timeout_migrations",
+            AsSaid,
         ),
         broken(
-            C::RoleRights,
+            C::DatabaseRights,
+            "REVOKE USAGE ON SCHEMA public FROM {role}, PUBLIC",
+            "lacks USAGE ON SCHEMA public",
+            AsSaid,
+        ),
+        broken(
+            C::DatabaseRights,
             "ALTER TABLE orders ENABLE ROW LEVEL SECURITY",
             "row security may hide rows of orders",
             FirstAsSaid,
         ),
-        broken(C::RoleLeastPrivilege, "ALTER ROLE {role} SUPERUSER CREATEDB", "SUPERUSER, CREATEDB", FirstAsSaid),
         broken(
-            C::DatabaseWritable,
+            C::ReadOnly,
             "ALTER DATABASE {database} SET default_transaction_read_only = on",
             "default_transaction_read_only is on",
             Sql("switch it off", "ALTER DATABASE {database} RESET default_transaction_read_only"),
         ),
-        broken(C::SchemaLogged, "ALTER TABLE event_outbox SET UNLOGGED", "event_outbox is unlogged", AsSaid),
-        broken(
-            C::Vacuum,
-            "ALTER TABLE orders SET (autovacuum_enabled = false)",
-            "autovacuum is off for the table orders",
-            AsSaid,
-        ),
-        broken(
-            C::DatabaseDurability,
-            "ALTER ROLE {role} SET synchronous_commit = off",
-            "synchronous_commit is off",
-            Sql("RESET it for the role", "ALTER ROLE {role} RESET synchronous_commit"),
-        ),
+        broken(C::Schema, "ALTER TABLE event_outbox SET UNLOGGED", "event_outbox is unlogged", AsSaid),
         broken(
             C::DatabaseConnections,
             "ALTER ROLE {role} CONNECTION LIMIT 5",
@@ -107,7 +105,7 @@ const IN_SQL: [Broken; 15] = {
             Sql("order-timeout parked", "DELETE FROM parked_alarms"),
         ),
         broken(
-            C::OverduePlan,
+            C::SlowOverdueQuery,
             "INSERT INTO orders (id, expires_at)
                  SELECT gen_random_uuid(), now() + interval '1 day' FROM generate_series(1, 40000);
              DROP INDEX orders_unpaid_by_deadline;
@@ -120,7 +118,9 @@ const IN_SQL: [Broken; 15] = {
 
 #[test]
 fn each_broken_database_is_found() {
-    on_private_database(&[], async |env, _server| here(broken_databases_are_found(env)));
+    on_private_database(&["-c", "max_prepared_transactions=5"], async |env, _server| {
+        here(broken_databases_are_found(env))
+    });
 }
 
 async fn broken_databases_are_found(env: Arc<TestEnv>) {
@@ -142,9 +142,9 @@ async fn broken_databases_are_found(env: Arc<TestEnv>) {
         }
         stack.assert_nothing_found(breaks).await;
     }
-    dead_rows_are_found(&stack).await;
-    long_transaction_is_found(&mut stack).await;
+    taken_connections_are_found(&stack).await;
     first_backlog_is_found(&mut stack).await;
+    holders_of_locks_are_found(&mut stack).await;
     swept_orders_are_found(&mut stack).await;
     missing_execute_is_found(&mut stack).await;
     unusable_addresses_are_found(&mut stack).await;
@@ -152,35 +152,22 @@ async fn broken_databases_are_found(env: Arc<TestEnv>) {
     stack.assert_nothing_found("the end").await;
 }
 
-async fn dead_rows_are_found(stack: &Stack) {
-    stack
-        .sql(
-            "ALTER TABLE event_outbox SET (autovacuum_vacuum_threshold = 2000000000);
-             INSERT INTO event_outbox (routing_key, type, payload, sent_at)
-                 SELECT 'k', 't', '{}', now() FROM generate_series(1, 12000);
-             DELETE FROM event_outbox",
-        )
-        .await;
-    // Statistics are written some time after the transaction.
-    wait_for("the statistics", async || stack.report().await.findings().next().is_some()).await;
-    let finding = stack.found(CheckName::Vacuum).await;
-    assert!(finding.what.contains("event_outbox has 12000 dead rows"), "{finding:?}");
-    execute(&stack.env.pool, finding.fix.split_once(';').unwrap().0).await;
-    wait_for("the statistics", async || stack.report().await.findings().next().is_none()).await;
-}
-
-async fn long_transaction_is_found(stack: &mut Stack) {
-    let mut idle = stack.env.pool.begin().await.unwrap();
-    sqlx::query("SELECT count(*) FROM orders").execute(&mut *idle).await.unwrap();
-    stack.options.long_transaction = SECOND / 10;
-    wait_for("an old transaction", async || stack.report().await.findings().next().is_some()).await;
-    let finding = stack.found(CheckName::LongTransactions).await;
-    assert!(finding.what.contains("idle in transaction"), "{finding:?}");
-    let end = Regex::new(r"SELECT pg_terminate_backend\(\d+\)").unwrap();
-    execute(&stack.env.pool, end.find(&finding.fix).unwrap().as_str()).await;
-    assert!(sqlx::query("SELECT 1").execute(&mut *idle).await.is_err(), "it was ended");
-    stack.assert_nothing_found("the end of the transaction").await;
-    stack.options = Options::default();
+/// By sessions of another role, whose state is hidden from the worker's.
+async fn taken_connections_are_found(stack: &Stack) {
+    let limit =
+        "SELECT current_setting('max_connections')::bigint - current_setting('superuser_reserved_connections')::bigint
+                 - count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
+    let mut taken = Vec::new();
+    while stack.env.count(limit).await > 8 {
+        let options = (*stack.env.pool.connect_options()).clone();
+        taken.push(options.connect().await.unwrap());
+    }
+    let finding = stack.found(Cause::DatabaseConnections).await;
+    assert!(finding.what.contains("are left by max_connections"), "{finding:?}");
+    for connection in taken {
+        connection.close().await.unwrap();
+    }
+    stack.wait_until_nothing_found("the connections closed").await;
 }
 
 async fn first_backlog_is_found(stack: &mut Stack) {
@@ -188,7 +175,7 @@ async fn first_backlog_is_found(stack: &mut Stack) {
     let overdue = "INSERT INTO orders (id, expires_at) VALUES (gen_random_uuid(), now() - interval '65 seconds')";
     stack.sql(overdue).await;
     stack.settings.sweep.first_backlog = 0;
-    let finding = stack.found(CheckName::FirstBacklog).await;
+    let finding = stack.found(Cause::FirstBacklog).await;
     assert!(finding.what.contains("1 orders of the table orders"), "{finding:?}");
     assert!(finding.fix.contains("adopt --accept-backlog"), "{finding:?}");
     let (code, _, stderr) = call_with(&stack.settings, &["adopt", "--accept-backlog"]).await;
@@ -197,16 +184,44 @@ async fn first_backlog_is_found(stack: &mut Stack) {
     stack.sql("TRUNCATE orders CASCADE").await;
 }
 
+/// An order that a session keeps open, then one that a prepared transaction does. Another role sees neither state nor age.
+async fn holders_of_locks_are_found(stack: &mut Stack) {
+    let grace = std::mem::replace(&mut stack.settings.sweep.grace, Duration::ZERO);
+    let order = stack.env.order(Duration::ZERO).await;
+    stack.sql("UPDATE orders SET expires_at = now() - interval '90 seconds'").await;
+    register(stack, "{order}", "{}").await;
+    let mut idle = stack.env.pool.begin().await.unwrap();
+    let pid: i32 =
+        sqlx::query_scalar("SELECT pg_backend_pid() FROM orders FOR UPDATE").fetch_one(&mut *idle).await.unwrap();
+    let problem = stack.found(Cause::OrdersOverdue).await;
+    assert!(problem.what.contains(&order.id.to_string()), "one as an example: {problem:?}");
+    assert!(problem.what.contains(&format!("pid {pid} (")), "{problem:?}");
+    assert!(problem.what.contains("only pg_read_all_stats shows"), "{problem:?}");
+    let end = problem.fix.rsplit(": ").next().unwrap();
+    execute(&stack.env.pool, end).await;
+    assert!(sqlx::query("SELECT 1").execute(&mut *idle).await.is_err(), "it was ended");
+    drop(idle);
+    stack.sql("BEGIN; SELECT FROM orders FOR UPDATE; PREPARE TRANSACTION 'left behind'").await;
+    let problem = stack.found(Cause::OrdersOverdue).await;
+    assert!(problem.what.contains("the prepared transaction \"left behind\" since 20"), "{problem:?}");
+    let end = problem.fix.rsplit(": ").next().unwrap();
+    execute(&stack.env.pool, end).await;
+    assert!(stack.found(Cause::OrdersOverdue).await.fix.contains("order-timeout show"));
+    stack.sql("DELETE FROM order_timeout_workers; TRUNCATE orders CASCADE").await;
+    stack.settings.sweep.grace = grace;
+    stack.assert_nothing_found("no lock is held").await;
+}
+
 async fn missing_execute_is_found(stack: &mut Stack) {
     let (service, without) = (PaymentService::start(), stack.settings.clone());
     service.join(&mut stack.settings, "card", wide_limits());
-    let finding = stack.found(CheckName::RoleRights).await;
+    let finding = stack.found(Cause::DatabaseRights).await;
     let lacks = "lacks EXECUTE ON FUNCTION settle_asked_order(text";
     assert!(finding.what.contains(lacks) && finding.what.contains("consume_reserved(uuid[])"), "{finding:?}");
     execute(&stack.env.pool, &finding.fix).await;
     stack.assert_nothing_found("the grant").await;
     stack.sql("ALTER FUNCTION paid_attempts(text) RENAME TO former").await;
-    let finding = stack.found(CheckName::SchemaComplete).await;
+    let finding = stack.found(Cause::Schema).await;
     assert!(finding.what.contains("the function paid_attempts(text) is missing"), "{finding:?}");
     stack.sql("ALTER FUNCTION former(text) RENAME TO paid_attempts").await;
     stack.assert_nothing_found("the function").await;
@@ -219,30 +234,30 @@ async fn swept_orders_are_found(stack: &mut Stack) {
                   SELECT gen_random_uuid(), 'closed', now() - interval '2 s', now(), 'sweep', 'unpaid' FROM generate_series(1, 12)";
     stack.sql(closed).await;
     let report = stack.report().await;
-    assert!(only(&report, CheckName::ClosesBySweep).what.contains("closed 12 of 12"));
+    assert!(only(&report, Cause::AlarmsNotArriving).what.contains("closed 12 of 12"));
     assert_eq!(report.exit_code(), 1);
-    // Those of the time after the fix are enough.
-    stack.sql("UPDATE orders SET expires_at = now() - interval '11 min', closed_at = now() - interval '11 min'").await;
-    stack.assert_nothing_found("no close by the sweep lately").await;
+    // The sweep has closed nothing for longer than before.
+    stack.sql("UPDATE orders SET expires_at = now() - interval '1 min', closed_at = now() - interval '1 min'").await;
+    let report = stack.report().await;
+    assert_eq!(report.exit_code(), 0, "{report:?}");
+    let sweep = report.checks.iter().find(|check| check.cause == Cause::AlarmsNotArriving).unwrap();
+    let is_told = |what: &str| what.contains("12 of 12") && what.contains("is over: the last at 20");
+    assert!(matches!(&sweep.verdict, Verdict::Ok { what: Some(what) } if is_told(what)), "{sweep:?}");
     stack.settings.delay.strategy = Strategy::Database;
 }
 
 async fn unusable_addresses_are_found(stack: &mut Stack) {
     let good = stack.settings.clone();
-    stack.sql("ALTER ROLE {role} PASSWORD '{role}'").await;
-    stack.settings = stack.with_account(&stack.role);
-    let finding = stack.found(CheckName::DatabasePassword).await;
-    assert!(!finding.what.contains("s3cret"), "{finding:?}");
-    stack.sql("ALTER ROLE {role} PASSWORD 's3cret-4711'").await;
+    stack.settings = stack.with_account("wrong");
     let finding = stack.report().await;
-    let names: BTreeSet<_> = finding.findings().map(|(name, _)| name).collect();
-    assert!(names.contains(&CheckName::DatabaseReachable), "{names:?}");
+    let names: BTreeSet<_> = finding.problems().map(|problem| problem.cause).collect();
+    assert!(names.contains(&Cause::Database), "{names:?}");
     assert_eq!(finding.exit_code(), 2);
     stack.settings = good.clone();
     stack.assert_nothing_found("another password").await;
     let Some(pooler) = Pooler::start(&good.database.url, "pool_mode = transaction") else { return };
     stack.settings.database.url = pooler.url_of(&good.database.url);
-    stack.found(CheckName::DatabasePooler).await;
+    stack.found(Cause::DatabasePooler).await;
     drop(pooler);
     let pooler = Pooler::start(&good.database.url, "pool_mode = session").unwrap();
     stack.settings.database.url = pooler.url_of(&good.database.url);
@@ -255,9 +270,9 @@ async fn missing_setup_is_found(stack: &Stack) {
     execute(&stack.env.pool, &format!("CREATE DATABASE {name} OWNER {}", stack.role)).await;
     let mut settings = stack.settings.clone();
     settings.database.url = settings.database.url_of(&name);
-    let found = only(&examine(&settings, &stack.options).await, CheckName::SchemaMigrated);
+    let found = only(&examine(&settings, &stack.options).await, Cause::Schema);
     assert!(found.fix.contains("order-timeout setup"), "{found:?}");
     postgres::migrate(&settings.database).await.unwrap();
-    assert_eq!(examine(&settings, &stack.options).await.findings().count(), 0);
+    assert_eq!(examine(&settings, &stack.options).await.problems().count(), 0);
     execute(&stack.env.pool, &format!("DROP DATABASE {name} WITH (FORCE)")).await;
 }

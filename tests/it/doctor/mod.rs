@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
-use order_timeout::operations::doctor::{CheckName, Finding, Options, Report, examine};
+use order_timeout::operations::doctor::{CHECKED, Options, Report, examine};
+use order_timeout_core::problem::{Cause, Problem};
 use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_parts};
 use regex::Regex;
@@ -24,7 +25,7 @@ const SECOND: Duration = Duration::from_secs(1);
 const PASSWORD: &str = "s3cret-4711";
 
 /// Runs a test's future on this thread. Its tables of borrowed texts keep it from being sent to another.
-fn here<T>(test: impl Future<Output = T>) -> T {
+pub fn here<T>(test: impl Future<Output = T>) -> T {
     meanwhile(|| tokio::runtime::Handle::current().block_on(test))
 }
 
@@ -50,8 +51,7 @@ impl Stack {
         let stack = Self { role, settings, options: Options::default(), env };
         stack
             .sql(
-                "CREATE ROLE {role} LOGIN PASSWORD 's3cret-4711'; GRANT pg_read_all_stats TO {role};
-                 GRANT USAGE ON SCHEMA public TO {role};
+                "CREATE ROLE {role} LOGIN PASSWORD 's3cret-4711'; GRANT USAGE ON SCHEMA public TO {role};
                  GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {role}",
             )
             .await;
@@ -78,11 +78,11 @@ impl Stack {
 
     async fn assert_nothing_found(&self, after: &str) {
         let report = self.report().await;
-        assert_eq!(report.findings().collect::<Vec<_>>(), [], "{after}");
+        assert_eq!(report.problems().collect::<Vec<_>>(), Vec::<&Problem>::new(), "{after}");
     }
 
     /// The same, as soon as something is found.
-    async fn found_in_time(&self, name: CheckName) -> Finding {
+    async fn found_in_time(&self, name: Cause) -> Problem {
         let mut report = self.report().await;
         let began = Instant::now();
         while report.exit_code() == 0 {
@@ -97,18 +97,18 @@ impl Stack {
     }
 
     /// The first finding of this check, if it is the only check that finds something.
-    async fn found(&self, name: CheckName) -> Finding {
+    async fn found(&self, name: Cause) -> Problem {
         only(&self.report().await, name)
     }
 }
 
 /// The first finding of this check, if it is the only check that finds something.
-fn only(report: &Report, name: CheckName) -> Finding {
-    let names: BTreeSet<CheckName> = report.findings().map(|(name, _)| name).collect();
-    assert_eq!(names, BTreeSet::from([name]), "{:#?}", report.findings().collect::<Vec<_>>());
-    let (_, finding) = report.findings().next().expect("a finding");
-    assert!(!finding.what.is_empty() && !finding.why.is_empty() && !finding.fix.is_empty(), "{finding:?}");
-    finding.clone()
+fn only(report: &Report, cause: Cause) -> Problem {
+    let causes: BTreeSet<Cause> = report.problems().map(|problem| problem.cause).collect();
+    assert_eq!(causes, BTreeSet::from([cause]), "{:#?}", report.problems().collect::<Vec<_>>());
+    let problem = report.problems().next().expect("a problem");
+    assert!(!problem.what.is_empty() && !problem.why.is_empty() && !problem.fix.is_empty(), "{problem:?}");
+    problem.clone()
 }
 
 /// A worker on another host that has just been seen, with these settings that must agree.
@@ -128,5 +128,5 @@ fn documents_list_every_check() {
     let row = Regex::new(r"(?m)^\| `(\w+)` \|").unwrap();
     let text = std::fs::read_to_string(path).unwrap();
     let listed: Vec<&str> = row.captures_iter(&text).map(|found| found.get(1).unwrap().as_str()).collect();
-    assert_eq!(listed, CheckName::ALL.map(CheckName::as_str));
+    assert_eq!(listed, CHECKED.map(Cause::as_str));
 }
