@@ -23,8 +23,7 @@ use std::time::Duration;
 use bench_env::servers::Servers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
-use scenarios::crowd::Crowd;
-use scenarios::{burst, crowd, flash_sale, kinds, mixed, moved, outage, pending, provider, publish, shards, steady};
+use scenarios::{burst, flash_sale, flood, kinds, mixed, moved, outage, pending, provider, publish, shards, steady};
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
@@ -140,10 +139,11 @@ enum Scenario {
     Pending,
     /// The burst with one processing queue and with more (20 000)
     Shards,
-    /// 200 good orders among alarms for orders that do not exist (20 000)
-    CrowdUnknown,
-    /// 200 good orders among alarms for far deadlines (50 000)
-    CrowdFar,
+    /// 200 good orders a second beside a flood by a publisher with publish rights only
+    Flood {
+        #[arg(long, value_enum, default_value = "unknown")]
+        sort: flood::Sort,
+    },
     /// What this program starts in a separate process
     #[command(hide = true)]
     Compete {
@@ -224,8 +224,7 @@ async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) 
         Scenario::Publish => publish::run(servers, options, orders(50_000)).await,
         Scenario::Pending => pending::run(servers, options, orders(200_000)).await,
         Scenario::Shards => shards::run(servers, options, orders(20_000)).await,
-        Scenario::CrowdUnknown => crowd::run(servers, options, Crowd::Unknown, orders(20_000)).await,
-        Scenario::CrowdFar => crowd::run(servers, options, Crowd::Far, orders(50_000)).await,
+        Scenario::Flood { sort } => flood::run(servers, options, sort).await,
         Scenario::Compete { .. } => unreachable!("handled before any server is started"),
     }
 }

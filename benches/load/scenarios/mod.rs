@@ -1,8 +1,8 @@
 //! One scenario per file: what happens in it, and which figures it prints.
 
 pub mod burst;
-pub mod crowd;
 pub mod flash_sale;
+pub mod flood;
 pub mod kinds;
 pub mod mixed;
 pub mod moved;
