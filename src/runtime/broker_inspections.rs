@@ -43,8 +43,8 @@ pub(super) enum BrokerInput {
     NotDeclared(String),
     /// A route was missing: which, and whether the objects that this kind needs were declared again.
     DeclaredAgain(String, Result<(), TopologyError>),
-    /// The sweep had to close orders although a session is open.
-    Swept,
+    /// Orders were closed without their alarms although a session is open.
+    WithoutAlarm,
 }
 
 pub(super) struct BrokerInspections {
@@ -62,7 +62,7 @@ pub(super) struct BrokerInspections {
     session: Option<Arc<JoinedConnection>>,
     next_at: Instant,
     next_alternates_at: Instant,
-    /// Whether a binding may be missing, which cannot be seen: the sweep had to close orders.
+    /// Whether a binding may be missing, which cannot be seen: orders were closed without their alarms.
     swept: bool,
     missing: Option<String>,
     not_declared: Option<String>,
@@ -142,7 +142,7 @@ impl BrokerInspections {
                 self.not_declared = Some(fault.to_string());
                 self.next_at = now + AGAIN_AFTER;
             }
-            BrokerInput::Swept => self.swept = true,
+            BrokerInput::WithoutAlarm => self.swept = true,
         }
     }
 
@@ -167,7 +167,7 @@ impl BrokerInspections {
             Err(fault) => self.not_declared = Some(fault.to_string()),
         }
         if std::mem::take(&mut self.swept) {
-            self.declare_again("the sweep closed orders whose alarms did not arrive");
+            self.declare_again("orders were closed whose alarms did not arrive");
         }
         let now = Instant::now();
         let is_found = self.alternate.is_some() || self.not_published.is_some();

@@ -7,9 +7,9 @@ use std::time::Duration;
 use order_timeout_core::alarm::{Delivered, Receipt, Settlement};
 use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{
-    Action, Batch, BatchResult, ClosingInput, ClosingPolicy, Engine, Input, Policy, Snapshot, Unavailable, WorkItem,
+    Action, Batch, BatchResult, ClosingInput, ClosingPolicy, Engine, Input, Policy, Snapshot, Unavailable,
 };
-use order_timeout_core::order::{ClosedBy, Outcome, Timestamp};
+use order_timeout_core::order::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -52,8 +52,6 @@ pub(super) struct EventLoop {
     counted: Counted,
     contract: ContractWatch,
     sweep: SweepWatch,
-    /// Alarms of later deadlines are expected to arrive in time. `None` without a session.
-    alarms_expected_from: Option<Timestamp>,
     warnings: Warnings,
     recorder: KindRecorder,
 }
@@ -63,10 +61,9 @@ pub(super) struct EventLoop {
 struct Counted {
     early_returns: u64,
     swept: u64,
+    without_alarm: u64,
+    in_time: u64,
 }
-
-/// How long after its return a broker may deliver late what waited meanwhile.
-const COMING_BACK: Duration = Duration::from_secs(8);
 
 impl EventLoop {
     pub fn new(
@@ -89,7 +86,6 @@ impl EventLoop {
             counted: Counted::default(),
             contract,
             sweep: SweepWatch::default(),
-            alarms_expected_from: None,
             warnings: Warnings::default(),
             recorder,
         }
@@ -169,8 +165,6 @@ impl EventLoop {
     fn take(&mut self, input: Input) {
         match &input {
             Input::Closed(batch, result) => self.record_batch(batch, result),
-            Input::SessionOpened(_) => self.alarms_expected_from = Some(self.clock.now() + COMING_BACK),
-            Input::SessionEnded => self.alarms_expected_from = None,
             Input::Rearmed(receipts) => self.recorder.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
             Input::Swept(page) => self.contract.page_found(page, std::time::Instant::now()),
             Input::NotSwept(why) => {
@@ -216,29 +210,10 @@ impl EventLoop {
         for odd in self.effects.take_odd_answers() {
             self.contract.odd_answer(&odd, std::time::Instant::now());
         }
-        let results = match result {
-            Ok(results) => results,
-            Err(fault) => return self.warnings.note_failed_batch(batch, fault),
-        };
-        self.contract.answered(batch, result, std::time::Instant::now());
-        let is_done = |outcome| matches!(outcome, Outcome::Closed | Outcome::Claimed);
-        let is_closed =
-            |item: &&WorkItem| matches!(results.get(item.alarm.order_id()), Some(Ok(found)) if is_done(found.outcome));
-        // Without the broker no alarm is expected, and for a moment after its return.
-        let Some(expected_from) = self.alarms_expected_from else { return };
-        let closed = batch.items.iter().filter(is_closed);
-        let closed = closed.filter(|item| item.alarm.deadline() >= expected_from).count();
-        let now = std::time::Instant::now();
-        match batch.by {
-            ClosedBy::Alarm => self.sweep.closed(0, closed, now),
-            ClosedBy::Sweep if closed > 0 => {
-                self.sweep.closed(closed, 0, now);
-                // They end with the worker's stop.
-                let _ = self.outputs.inspections.send(BrokerInput::Swept);
-                self.warnings.note_swept(closed);
-            }
-            _ => {}
+        if let Err(fault) = result {
+            return self.warnings.note_failed_batch(batch, fault);
         }
+        self.contract.answered(batch, result, std::time::Instant::now());
     }
 
     /// Runs what the engine asks for; returns whether there was anything.
@@ -268,7 +243,19 @@ impl EventLoop {
         self.update_phase(self.engine.wants_deliveries(now), snapshot.closing_is_paused);
         self.warnings.note_availability(&snapshot);
         self.update_metrics(&snapshot, now);
-        self.counted = Counted { early_returns: snapshot.early_returns, swept: snapshot.swept };
+        let (without_alarm, in_time) = (snapshot.closed_without_alarm, snapshot.closed_in_time);
+        let missed = without_alarm - self.counted.without_alarm;
+        if missed > 0 {
+            // They end with the worker's stop.
+            let _ = self.outputs.inspections.send(BrokerInput::WithoutAlarm);
+            self.warnings.note_without_alarm(missed);
+        }
+        let closed_in_time = in_time - self.counted.in_time;
+        if missed + closed_in_time > 0 {
+            self.sweep.closed(missed, closed_in_time, std::time::Instant::now());
+        }
+        let (early_returns, swept) = (snapshot.early_returns, snapshot.swept);
+        self.counted = Counted { early_returns, swept, without_alarm, in_time };
         were_any
     }
 

@@ -12,8 +12,8 @@ use crate::observe::logging::LogThrottle;
 pub(super) struct Warnings {
     closes_nothing: bool,
     not_swept: Warning<String>,
-    /// How many orders the sweep has closed since this was last logged.
-    swept: Warning<usize>,
+    /// How many orders were closed without their alarms since this was last logged.
+    without_alarm: Warning<u64>,
     /// An overdue order that the sweep could not close, and why.
     stuck: Warning<Option<(OrderId, String)>>,
 }
@@ -55,10 +55,10 @@ impl Warnings {
         }
     }
 
-    /// The sweep closed this many orders whose alarm had not arrived.
-    pub fn note_swept(&mut self, orders: usize) {
-        self.swept.about += orders;
-        self.log_swept();
+    /// So many orders were closed whose alarms had not arrived.
+    pub fn note_without_alarm(&mut self, orders: u64) {
+        self.without_alarm.about += orders;
+        self.log_without_alarm();
     }
 
     /// A batch failed. Only an order that was alone in it has caused the error.
@@ -74,15 +74,15 @@ impl Warnings {
 
     /// Logs what was collected, even if nothing else happens.
     pub fn log_due(&mut self, engine: &Engine, snapshot: &Snapshot<'_>) {
-        self.log_swept();
+        self.log_without_alarm();
         self.log_stuck(engine, snapshot);
     }
 
-    fn log_swept(&mut self) {
-        if let Some(orders) = self.swept.take_due() {
+    fn log_without_alarm(&mut self) {
+        if let Some(orders) = self.without_alarm.take_due() {
             warn!(
                 orders,
-                "the sweep closed overdue orders whose alarm had not arrived in time; is every order scheduled, and is the broker keeping up?"
+                "orders were closed whose alarms had not arrived in time; until alarms do, orders are read from the database shortly before they are due; is every order scheduled, is the broker keeping up, or does a publisher flood it?"
             );
         }
     }

@@ -92,7 +92,7 @@ fn unbound_processing_queue_is_named_and_bound() {
         let ordering = keep_ordering(&env, Duration::from_secs(3));
         wait_for("a close by alarm", async || closed_by(&env, "alarm").await > 0).await;
         unbind_due(&env).await;
-        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "the sweep closed").await;
+        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "closed without their alarms").await;
         let before = closed_by(&env, "alarm").await;
         wait_for("closes by alarm again", async || closed_by(&env, "alarm").await > before + 5).await;
         wait_within(NAMED_WITHIN, "nothing degraded", async || get(&worker, READYZ).await.1 == "ready\n").await;
@@ -244,7 +244,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
         publish_malformed_death(&env).await;
         let before = closed_by(&env, "sweep").await;
         wait_for("a close by the sweep", async || closed_by(&env, "sweep").await > before).await;
-        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "the sweep closed").await;
+        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "closed without their alarms").await;
 
         // As docs/operating/troubleshoot.md says under "Dead-lettering has stopped".
         let poisoned = env.names().lane_queue(&Kind::ORDER, "2s", 0);

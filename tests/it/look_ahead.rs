@@ -1,5 +1,5 @@
-//! Orders close on time without alarms: with `delay.strategy = "database"`, which uses no broker at all, and while the
-//! broker is unavailable.
+//! Orders close on time without alarms: with `delay.strategy = "database"`, which uses no broker at all, while the broker is
+//! unavailable, and while a flood keeps alarms from arriving.
 
 use std::time::Duration;
 
@@ -135,6 +135,34 @@ fn broker_outage_costs_no_punctuality() {
         wait_for("the closes", async || env.closed().await == 50).await;
         probe.assert_on_time(&env).await;
         assert_eq!(closed_by(&env).await, [("look_ahead".to_owned(), 50)]);
+        worker.stop().await;
+    });
+}
+
+/// Alarms for orders that do not exist are retried, and meanwhile keep the small window full.
+#[test]
+fn flood_costs_no_punctuality() {
+    let small_window = |settings: &mut Settings| {
+        settings.worker.prefetch = 1;
+        settings.sweep.grace = Settings::defaults().sweep.grace;
+        settings.retry.missing_for = TIMEOUT;
+    };
+    TestEnv::builder().settings(small_window).run(async |env| {
+        let probe = MachineStallProbe::open(&env).await;
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        let now = Timestamp::now_by_local_clock();
+        publisher.schedule_all((0..200).map(|n| (format!("unknown-{n}"), now))).await.unwrap();
+        let first = env.order(SECOND).await;
+        publisher.schedule(first.order_id(), first.deadline).await.unwrap();
+        wait_for("the first close", async || env.status(&first).await == "closed").await;
+        assert_eq!(closed_by(&env).await, [("sweep".to_owned(), 1)], "its alarm is behind the flood");
+        let orders = env.orders(20, 2 * SECOND).await;
+        publisher.schedule_all(orders.iter().map(|order| (order.order_id(), order.deadline))).await.unwrap();
+        wait_for("the closes", async || env.closed().await == 21).await;
+        probe.assert_on_time(&env).await;
+        assert_eq!(closed_by(&env).await, [("look_ahead".to_owned(), 20), ("sweep".to_owned(), 1)]);
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }

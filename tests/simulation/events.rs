@@ -101,6 +101,7 @@ events! { always {
     // Calm periods.
     ClosedOnTimeInCalm,
     ClosedBySweepInCalm,
+    ReadAheadInCalm,
 } with_provider {
     // Customers and the provider.
     AttemptBegun,

@@ -226,6 +226,11 @@ fn finds_worker_closing_unasked() {
 }
 
 #[test]
+fn finds_nothing_read_ahead() {
+    must_be_found(Mutant::ReadsNothingAhead);
+}
+
+#[test]
 fn finds_brake_forgotten_on_restart() {
     must_be_found(Mutant::BrakeForgetsOnRestart);
 }

@@ -13,6 +13,8 @@ use crate::world::{PendingSort, Row, Status, Truth, WORKERS, World, policy};
 /// is set back by two seconds, a worker that next checks the time a second later sees it one second behind, and takes
 /// that for jitter: what it planned then comes two seconds late.
 const RECOVERY: Duration = Duration::from_secs(2);
+/// How long orders are read ahead after one was closed without its alarm (`engine/look_ahead.rs`).
+const READ_AHEAD_FOR: Duration = Duration::from_secs(30);
 /// After this long every paused alarm is back in its place.
 const PAUSES_OVER: Duration = Duration::from_millis(2_500);
 /// How long it may take until every order is closed once all faults are over: the furthest deadline is 25 s away, or as
@@ -111,9 +113,24 @@ impl Calm {
         Self { began, is_healthy, pauses_before, grace, behind, closed_before, with_timely_alarm }
     }
 
+    /// When the sweep first closed an order in it that fell due in it: from then on the worker that did it reads orders
+    /// ahead.
+    fn reads_ahead_from(&self, world: &World) -> Option<Timestamp> {
+        let fell_due = |row: &&Row| row.deadline > self.began + RECOVERY && !row.has_failed && !row.paying;
+        let swept = world.rows.iter().filter(|(order_id, _)| !self.closed_before.contains(*order_id));
+        let swept = swept.map(|(_, row)| row).filter(fell_due);
+        let swept = swept.filter_map(|row| row.closed.filter(|(_, by)| *by == ClosedBy::Sweep));
+        swept.map(|(at, _)| at).min().filter(|_| world.clocks_agree())
+    }
+
     /// When an order must be closed at the latest, and by which path; `None` if it had an obstacle before, or is not to
     /// be closed.
-    fn must_be_closed_by(&self, order_id: &OrderId, row: &Row) -> Option<(Timestamp, ClosedBy)> {
+    fn must_be_closed_by(
+        &self,
+        order_id: &OrderId,
+        row: &Row,
+        reads_ahead_from: Option<Timestamp>,
+    ) -> Option<(Timestamp, ClosedBy)> {
         let is_new = row.deadline > self.began + RECOVERY;
         let is_irrelevant = row.status == Status::Paid || self.closed_before.contains(order_id);
         let has_obstacle = row.paying || row.refuses || (row.has_failed && !is_new);
@@ -125,6 +142,11 @@ impl Calm {
         if self.with_timely_alarm.contains(order_id) && row.deadline >= self.began + PAUSES_OVER {
             return Some((row.deadline + policy().linger, ClosedBy::Alarm));
         }
+        if reads_ahead_from
+            .is_some_and(|from| from + 2 * policy().sweep_every <= row.deadline && row.deadline < from + READ_AHEAD_FOR)
+        {
+            return Some((row.deadline + policy().linger, ClosedBy::LookAhead));
+        }
         // The sweep finds it in its next pass after its alarm has had its grace.
         let sweep = (self.grace + policy().sweep_every).max(self.behind + policy().linger);
         Some((row.deadline.max(self.began + RECOVERY) + sweep, ClosedBy::Sweep))
@@ -134,9 +156,9 @@ impl Calm {
         if world.pauses() > self.pauses_before {
             return Ok(());
         }
-        let now = world.database_time();
+        let (now, reads_ahead_from) = (world.database_time(), self.reads_ahead_from(world));
         for (order_id, row) in &world.rows {
-            let Some((by, path)) = self.must_be_closed_by(order_id, row) else { continue };
+            let Some((by, path)) = self.must_be_closed_by(order_id, row, reads_ahead_from) else { continue };
             let closed_at = row.closed.map_or(now, |(at, _)| at);
             if closed_at > by {
                 let late = closed_at.since(row.deadline);
@@ -151,11 +173,12 @@ impl Calm {
         if world.pauses() > self.pauses_before {
             return;
         }
-        let mut events = Vec::new();
+        let (mut events, reads_ahead_from) = (Vec::new(), self.reads_ahead_from(world));
         for (order_id, row) in &world.rows {
             let Some((_, closed_by)) = row.closed else { continue };
-            match self.must_be_closed_by(order_id, row) {
+            match self.must_be_closed_by(order_id, row, reads_ahead_from) {
                 Some((_, ClosedBy::Alarm)) => events.push(Event::ClosedOnTimeInCalm),
+                Some((_, ClosedBy::LookAhead)) => events.push(Event::ReadAheadInCalm),
                 Some(_) if closed_by == ClosedBy::Sweep => events.push(Event::ClosedBySweepInCalm),
                 Some(_) | None => {}
             }

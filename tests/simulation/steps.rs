@@ -11,6 +11,8 @@ pub const MIN_STEPS: usize = 30;
 pub const MAX_STEPS: usize = 100;
 /// The most that two clocks differ here, and so the longest that a slot may keep one message behind another.
 pub const MAX_SKEW_MS: i64 = 400;
+/// After so long in undisturbed time nothing of the faults before it is left.
+const RECOVERED_MS: u64 = 2_600;
 /// How far the database's clock is set.
 const MAX_CLOCK_SET_MS: i64 = 600_000;
 
@@ -37,6 +39,10 @@ pub enum Step {
     CalmUntil {
         sort: PendingSort,
         ms: u64,
+    },
+    /// Orders without an alarm fall due, some seconds apart, and nothing disturbs that.
+    MissAlarms {
+        apart_ms: u64,
     },
     Turn {
         worker: usize,
@@ -196,6 +202,7 @@ pub fn step() -> impl Strategy<Value = Step> {
         4 => proptest::bool::weighted(0.4).prop_map(Step::BrokerAway),
         3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerRefuses),
         3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerSilent),
+        2 => (1_500..4_000_u64).prop_map(|apart_ms| Step::MissAlarms { apart_ms }),
         4 => Just(Step::Relay),
         6 => Just(Step::RelayAndCrash),
         6 => proptest::bool::weighted(0.5).prop_map(|crashed| Step::MarkRelayed { crashed }),
@@ -218,6 +225,12 @@ pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
         Step::MoveDeadline { order, delay_ms } => world.move_deadline(*order, Duration::from_millis(*delay_ms)),
         Step::Pass { ms } => world.advance(Duration::from_millis(*ms)),
         Step::Calm { ms } => return calm(world, Duration::from_millis(*ms)),
+        Step::MissAlarms { apart_ms } => {
+            for delay_ms in [RECOVERED_MS, RECOVERED_MS + apart_ms] {
+                world.create(Duration::from_millis(delay_ms), Scheduling::Forgotten);
+            }
+            return calm(world, Duration::from_millis(RECOVERED_MS + apart_ms + 1_000));
+        }
         Step::CalmUntil { sort, ms } => return calm_until(world, *sort, Duration::from_millis(*ms)),
         Step::Turn { worker } => world.turn(*worker),
         Step::Progress { worker, action } => world.progress(*worker, *action, Fault::None),

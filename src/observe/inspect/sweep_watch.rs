@@ -1,5 +1,4 @@
-//! Whether the sweep closes orders although a consumer session is open: then their alarms did not arrive, whatever the
-//! reason.
+//! Whether orders are closed without their alarms although a consumer session is open, whatever the reason.
 //!
 //! Pure: it is told which orders were closed, and reads no clock.
 
@@ -9,18 +8,18 @@ use std::time::{Duration, Instant};
 /// Closes of this time are looked at.
 const LATELY: Duration = Duration::from_secs(60);
 /// Fewer show nothing: an alarm may be parked, or was never scheduled.
-const FEW_SWEPT: usize = 3;
-/// One close in so many may be the sweep's.
-const SWEPT_OF: usize = 20;
-/// After this long without a close by the sweep it is over, if an alarm has closed an order since.
+const FEW_SWEPT: u64 = 3;
+/// One close in so many may be without an alarm.
+const SWEPT_OF: u64 = 20;
+/// After this long without such a close it is over, if an alarm has closed an order since.
 const OVER_AFTER: Duration = Duration::from_secs(8);
 
 /// Closes of one second.
 #[derive(Debug, Clone, Copy)]
 struct Second {
     began: Instant,
-    swept: usize,
-    closed: usize,
+    swept: u64,
+    closed: u64,
 }
 
 /// What was closed lately, and by what.
@@ -32,8 +31,8 @@ pub struct SweepWatch {
 }
 
 impl SweepWatch {
-    /// `swept` orders were closed by the sweep, `by_alarm` by their alarms.
-    pub fn closed(&mut self, swept: usize, by_alarm: usize, now: Instant) {
+    /// `swept` orders were closed without their alarms, by the sweep or read ahead, and `by_alarm` by them: the engine's counts.
+    pub fn closed(&mut self, swept: u64, by_alarm: u64, now: Instant) {
         if swept > 0 {
             self.last_swept = Some(now);
         }
@@ -57,11 +56,11 @@ impl SweepWatch {
         if arrives_again && now.duration_since(last_swept) > OVER_AFTER {
             return None;
         }
-        let sum = |of: fn(&Second) -> usize| self.seconds.iter().map(of).sum::<usize>();
+        let sum = |of: fn(&Second) -> u64| self.seconds.iter().map(of).sum::<u64>();
         let (swept, closed) = (sum(|second| second.swept), sum(|second| second.closed));
         (swept >= FEW_SWEPT && swept * SWEPT_OF > closed).then(|| {
             format!(
-                "the sweep closed {swept} of {closed} orders in the last minute although a consumer session is open: their alarms did not arrive, so they were closed late; schedule an alarm for every order, and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
+                "{swept} of {closed} orders in the last minute were closed without their alarms although a consumer session is open: the first ones late, the others as they were read from the database; schedule an alarm for every order, and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
             )
         })
     }

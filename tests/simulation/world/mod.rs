@@ -72,6 +72,8 @@ pub enum Mutant {
     SweepsEveryMinute,
     /// An alarm is held longer than to its deadline.
     HoldsTooLong,
+    /// Orders are never read ahead, however late alarms are.
+    ReadsNothingAhead,
 
     /// A worker that starts does not read that closing is paused already.
     BrakeForgetsOnRestart,

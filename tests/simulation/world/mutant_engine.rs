@@ -38,6 +38,9 @@ impl MutantEngine {
         if bug == Mutant::SweepsEveryMinute {
             policy.sweep_every = Duration::from_secs(60);
         }
+        if bug == Mutant::ReadsNothingAhead {
+            policy.look_ahead = Duration::ZERO;
+        }
         let engine = if has_provider { Engine::with_provider(policy, closing_policy()) } else { Engine::new(policy) };
         let (in_flight, settlements) = (BTreeMap::new(), Vec::new());
         let (backed_off, decided) = (BTreeSet::new(), BTreeSet::new());

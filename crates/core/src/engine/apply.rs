@@ -56,6 +56,7 @@ impl Engine {
 
     fn apply_one(&mut self, item: WorkItem, result: CloseResult, now: Timestamp) {
         self.clear_in_flight(item.alarm.order_id());
+        self.note_path(&item, &result, now);
         match item.origin {
             Origin::Delivered(receipt) => {
                 let decision = decide_after_close(&self.policy, &item, result, now);
@@ -80,6 +81,27 @@ impl Engine {
                     SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
                 }
             }
+        }
+    }
+
+    /// Notes whether the order's alarm has come in time. An order that was tried before tells nothing about that.
+    fn note_path(&mut self, item: &WorkItem, result: &CloseResult, now: Timestamp) {
+        let Ok(CloseOutcome { outcome, .. }) = result else { return };
+        let is_done = matches!(outcome, Outcome::Closed | Outcome::Claimed);
+        match item.origin {
+            Origin::Delivered(_) if is_done && now < item.alarm.deadline() + self.policy.sweep_grace => {
+                self.look_ahead.note_in_time(item.alarm.deadline(), now);
+            }
+            Origin::LookedAhead if is_done => self.look_ahead.note_read_ahead(item.alarm.deadline(), now),
+            // Another worker may have found it at the same moment.
+            Origin::Swept
+                if (is_done || matches!(outcome, Outcome::AlreadyClosed | Outcome::Closing))
+                    && !item.was_tried()
+                    && self.sweep.last_try(item.alarm.order_id()) == LastTry::None =>
+            {
+                self.look_ahead.note_without_alarm(item.alarm.deadline(), now);
+            }
+            Origin::Delivered(_) | Origin::LookedAhead | Origin::Swept => {}
         }
     }
 

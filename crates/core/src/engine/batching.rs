@@ -32,8 +32,12 @@ impl Engine {
             }
             None => {
                 let ready = |source: &ReadySource| self.source_ready_at(*source).is_some_and(|at| at <= now);
+                // An order that was read ahead is known to be due. Alarms may be a flood for orders that do not exist.
+                let looked_ahead = ready(&ReadySource::LookedAhead);
+                let waits = |source| looked_ahead && matches!(source, ReadySource::Fresh | ReadySource::Late);
                 let ready = ReadySource::ALL.into_iter().filter(ready);
-                let source = ready.min_by_key(|source| (self.yields(*source), self.ready.since(*source)))?;
+                let source =
+                    ready.min_by_key(|source| (waits(*source), self.yields(*source), self.ready.since(*source)))?;
                 if self.idle_closers == 1 {
                     self.retries_had_last_closer = source.is_retry();
                 }

@@ -6,11 +6,17 @@
 use std::time::Duration;
 
 use super::Policy;
-use crate::order::{OrderId, Overdue, SweepReach, Timestamp};
+use crate::order::{Deadline, OrderId, Overdue, SweepReach, Timestamp};
 
-/// How long after a session is open again orders are still read ahead: their alarms may wait behind those of orders that
-/// were closed meanwhile.
+/// How long after the last order that was closed without its alarm, and after a session is open again, orders are still read
+/// ahead: the alarms of the next ones may wait behind a flood, or behind those of orders that were closed meanwhile.
 const CATCH_UP: Duration = Duration::from_secs(30);
+
+/// How long after its return a broker may deliver late what waited meanwhile.
+const COMING_BACK: Duration = Duration::from_secs(8);
+
+/// How long an alarm that came in time shows that those of this worker's share may be with other workers.
+const IN_TIME_LATELY: Duration = Duration::from_secs(10);
 
 /// Which orders this worker reads ahead, among the live workers of the deployment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +35,7 @@ impl Share {
         if index < workers { Self { index, workers } } else { Self::ALL }
     }
 
-    fn has(self, order_id: &OrderId) -> bool {
+    pub(super) fn has(self, order_id: &OrderId) -> bool {
         hash(order_id.as_str()) % self.workers == self.index
     }
 }
@@ -43,15 +49,20 @@ fn hash(text: &str) -> u32 {
 #[derive(Debug)]
 pub(super) struct LookAhead {
     share: Share,
-    /// Whether a page was read without a session since one was last opened.
-    read_without_session: bool,
-    /// Until when orders are still read ahead after a session is open again.
-    catches_up_until: Option<Timestamp>,
+    /// When an order was last closed without its alarm, or a page was last read without a session.
+    without_alarm: Option<Timestamp>,
+    /// When an order was last closed by an alarm that had come before the deadline.
+    in_time: Option<Timestamp>,
+    /// Alarms of later deadlines are expected to arrive in time. `None` without a session.
+    expected_from: Option<Timestamp>,
+    /// How many orders with such deadlines were closed without their alarms, and how many by them.
+    missed: u64,
+    by_alarm: u64,
 }
 
 impl LookAhead {
     pub fn new() -> Self {
-        Self { share: Share::ALL, read_without_session: false, catches_up_until: None }
+        Self { share: Share::ALL, without_alarm: None, in_time: None, expected_from: None, missed: 0, by_alarm: 0 }
     }
 
     pub fn set_share(&mut self, share: Share) {
@@ -59,14 +70,48 @@ impl LookAhead {
     }
 
     pub fn session_opened(&mut self, now: Timestamp) {
-        if std::mem::take(&mut self.read_without_session) {
-            self.catches_up_until = Some(now + CATCH_UP);
+        self.expected_from = Some(now + COMING_BACK);
+    }
+
+    pub fn session_ended(&mut self) {
+        self.expected_from = None;
+    }
+
+    /// An alarm has closed its order in time.
+    pub fn note_in_time(&mut self, deadline: Deadline, now: Timestamp) {
+        self.in_time = Some(now);
+        self.by_alarm += u64::from(self.is_expected(deadline));
+    }
+
+    /// An order was closed that was read ahead, and whose alarm has not come to this worker.
+    pub fn note_read_ahead(&mut self, deadline: Deadline, now: Timestamp) {
+        let others_have_alarms = self.share != Share::ALL && is_within(self.in_time, IN_TIME_LATELY, now);
+        if !others_have_alarms {
+            self.note_without_alarm(deadline, now);
         }
+    }
+
+    /// An order was closed whose alarm has come to no worker in time.
+    pub fn note_without_alarm(&mut self, deadline: Deadline, now: Timestamp) {
+        self.without_alarm = Some(now);
+        self.missed += u64::from(self.is_expected(deadline));
+    }
+
+    fn is_expected(&self, deadline: Deadline) -> bool {
+        self.expected_from.is_some_and(|from| deadline >= from)
+    }
+
+    /// How many orders were closed without their alarms, and how many by them in time, of those that had to be.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.missed, self.by_alarm)
     }
 
     /// A pause must not become longer by the time that the clock was set back.
     pub fn clock_was_set_back(&mut self, now: Timestamp) {
-        self.catches_up_until = self.catches_up_until.map(|until| until.min(now + CATCH_UP));
+        for moment in [&mut self.without_alarm, &mut self.in_time] {
+            *moment = moment.map(|moment| moment.min(now));
+        }
+        self.expected_from = self.expected_from.map(|from| from.min(now + COMING_BACK));
     }
 
     /// How far the next page reaches. `has_room`: whether more orders may be held.
@@ -78,13 +123,15 @@ impl LookAhead {
         }
     }
 
-    /// A page is read.
-    pub fn page_asked(&mut self, is_consuming: bool) {
-        self.read_without_session |= !is_consuming;
+    /// A page is read. While no session is open no alarm comes, whether or not an order falls due.
+    pub fn page_asked(&mut self, is_consuming: bool, now: Timestamp) {
+        if !is_consuming {
+            self.without_alarm = Some(now);
+        }
     }
 
     pub fn is_active(&self, policy: &Policy, is_consuming: bool, now: Timestamp) -> bool {
-        policy.has_no_alarms || !is_consuming || self.catches_up_until.is_some_and(|until| now < until)
+        policy.has_no_alarms || !is_consuming || is_within(self.without_alarm, CATCH_UP, now)
     }
 
     /// Whether another worker has read this order ahead and will close it. Once it is overdue by the grace, that worker
@@ -92,6 +139,10 @@ impl LookAhead {
     pub fn leaves_to_others(&self, order: &Overdue, policy: &Policy, now: Timestamp) -> bool {
         !self.share.has(&order.order_id) && now < order.deadline + policy.sweep_grace
     }
+}
+
+fn is_within(moment: Option<Timestamp>, time: Duration, now: Timestamp) -> bool {
+    moment.is_some_and(|moment| now < moment + time)
 }
 
 #[cfg(test)]

@@ -226,6 +226,7 @@ impl Engine {
             }
             Input::SessionEnded => {
                 self.is_consuming = false;
+                self.look_ahead.session_ended();
                 // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
                 // rearming works again.
                 self.rearm_retries.keep_one();
@@ -254,7 +255,7 @@ impl Engine {
             let has_room = self.hold.len() < MAX_HELD_WHILE_READING_AHEAD;
             let reach = self.look_ahead.reach(&self.policy, self.is_consuming, has_room, now);
             if let Some(page) = self.sweep.page(&self.policy, reach, now) {
-                self.look_ahead.page_asked(self.is_consuming);
+                self.look_ahead.page_asked(self.is_consuming, now);
                 actions.push(Action::Sweep(page));
             }
         }
@@ -309,6 +310,7 @@ impl Engine {
     /// What the engine works on and what it has found out.
     #[must_use]
     pub fn snapshot(&self, now: Timestamp) -> Snapshot<'_> {
+        let (closed_without_alarm, closed_in_time) = self.look_ahead.counts();
         Snapshot {
             held: self.hold.len(),
             asked_about: self.closing.as_ref().map_or(0, Closing::len),
@@ -319,6 +321,8 @@ impl Engine {
             overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable() && !self.is_paused(),
             closing_is_paused: self.is_paused(),
             is_consuming: self.is_consuming,
+            closed_without_alarm,
+            closed_in_time,
             closers_are_idle: self.closers_are_idle(),
             unavailable: self.availability.verdict(&self.policy, now),
             circulation: self.circulation.reason(now),

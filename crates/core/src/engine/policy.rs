@@ -43,7 +43,7 @@ pub struct Policy {
     /// `sweep.grace`: how long after its deadline an order is left to its alarm. While no session is open, it is how long
     /// an order is left to the worker that has read it ahead.
     pub sweep_grace: Duration,
-    /// `sweep.look_ahead`: while no session is open, the sweep also reads the orders that fall due within this time.
+    /// `sweep.look_ahead`: while no session is open or alarms do not arrive in time, the sweep also reads the orders that fall due within this time.
     pub look_ahead: Duration,
     /// Whether no alarm ever comes, because `delay.strategy` is `database`.
     pub has_no_alarms: bool,

@@ -27,6 +27,11 @@ pub struct Snapshot<'a> {
     pub closing_is_paused: bool,
     /// Whether a consumer session is open, so that alarms can be delivered.
     pub is_consuming: bool,
+    /// Orders closed so far without their alarms although a session was open, and for some seconds already when they fell
+    /// due. While there are more, orders are read ahead.
+    pub closed_without_alarm: u64,
+    /// The same for orders that their alarms closed in time.
+    pub closed_in_time: u64,
     /// Whether no closer is working.
     pub closers_are_idle: bool,
     /// Why the database is not usable; `None` if it is.

@@ -132,3 +132,113 @@ fn other_workers_share_is_taken_late() {
     let late = batches_between_pages(&mut alone, at_ms(1_201)).iter().map(|batch| batch.items.len()).sum::<usize>();
     assert_eq!((own < 3, own + late), (true, 3));
 }
+
+/// An engine with a session that has just closed an order by the sweep, half a second late.
+fn engine_that_swept() -> Engine {
+    let mut engine = sweeping_engine();
+    assert_eq!(swept_page(&mut engine, at_ms(250)).reach, SweepReach::Overdue(policy().sweep_grace));
+    close_swept(&mut engine, "late", Outcome::Closed, at_ms(251));
+    engine
+}
+
+/// The page that is being read has this order, whose close has this outcome.
+fn close_swept(engine: &mut Engine, order: &str, outcome: Outcome, now: Timestamp) {
+    engine.handle(swept(&[(order, -300)]), now);
+    let batch = batches(engine, now).remove(0);
+    assert_eq!(batch.by, ClosedBy::Sweep);
+    finish(engine, batch, &found(outcome), now);
+}
+
+fn reads_ahead(engine: &mut Engine, now: Timestamp) -> bool {
+    let reach = swept_page(engine, now).reach;
+    engine.handle(swept(&[]), now);
+    reach == SweepReach::Ahead(policy().look_ahead)
+}
+
+/// Reads this order ahead, has its alarm delivered if `tag` is given, and closes it at its deadline.
+fn close_read_ahead(engine: &mut Engine, order: &str, deadline_ms: i64, tag: Option<u64>) {
+    swept_page(engine, at_ms(deadline_ms - 300));
+    engine.handle(swept(&[(order, deadline_ms)]), at_ms(deadline_ms - 299));
+    if let Some(tag) = tag {
+        engine.handle(delivered(order, at_ms(deadline_ms), 1, tag), at_ms(deadline_ms - 298));
+    }
+    let batch = batches_between_pages(engine, at_ms(deadline_ms + 2)).remove(0);
+    assert_eq!(batch.by, if tag.is_some() { ClosedBy::Alarm } else { ClosedBy::LookAhead });
+    finish(engine, batch, &found(Outcome::Closed), at_ms(deadline_ms + 3));
+    let settled = engine.poll_actions(at_ms(deadline_ms + 3));
+    assert_eq!(settled.len(), usize::from(tag.is_some()));
+}
+
+#[test]
+fn late_alarm_starts_reading_ahead() {
+    let mut engine = engine_that_swept();
+    assert_eq!(engine.snapshot(at_ms(251)).closed_without_alarm, 0, "the session is new");
+    assert!(reads_ahead(&mut engine, at_ms(500)));
+    assert!(reads_ahead(&mut engine, at_ms(30_250)));
+    assert!(!reads_ahead(&mut engine, at_ms(30_600)));
+}
+
+#[test]
+fn paid_or_locked_order_starts_no_reading_ahead() {
+    let mut engine = sweeping_engine();
+    swept_page(&mut engine, at_ms(250));
+    close_swept(&mut engine, "paid", Outcome::Paid, at_ms(251));
+    swept_page(&mut engine, at_ms(500));
+    close_swept(&mut engine, "locked", Outcome::Busy, at_ms(501));
+    let again = batches(&mut engine, at_ms(530)).remove(0);
+    finish(&mut engine, again, &found(Outcome::Closed), at_ms(531));
+    assert!(!reads_ahead(&mut engine, at_ms(750)));
+    assert_eq!(engine.snapshot(at_ms(750)).closed_without_alarm, 0);
+}
+
+#[test]
+fn reading_ahead_lasts_while_alarms_are_late() {
+    let mut engine = engine_that_swept();
+    close_read_ahead(&mut engine, "a", 20_000, None);
+    assert_eq!(engine.snapshot(at_ms(20_003)).closed_without_alarm, 1);
+    assert!(reads_ahead(&mut engine, at_ms(49_900)), "30 s after the last one");
+    assert!(!reads_ahead(&mut engine, at_ms(50_300)));
+}
+
+#[test]
+fn timely_alarms_end_reading_ahead() {
+    let mut engine = engine_that_swept();
+    close_read_ahead(&mut engine, "a", 20_000, Some(1));
+    let found = engine.snapshot(at_ms(20_003));
+    assert_eq!((found.closed_without_alarm, found.closed_in_time), (0, 1));
+    assert!(!reads_ahead(&mut engine, at_ms(30_600)));
+}
+
+#[test]
+fn alarms_of_other_workers_are_not_late() {
+    let share = Share::new(0, 2);
+    let ids = (0..).map(|n| OrderId::new(format!("order-{n}")).unwrap());
+    let own: Vec<String> = ids.filter(|id| share.has(id)).take(3).map(|id| id.as_str().to_owned()).collect();
+    let mut engine = engine_that_swept();
+    engine.handle(Input::ShareChanged(share), at_ms(300));
+    close_read_ahead(&mut engine, &own[0], 15_000, Some(1));
+    close_read_ahead(&mut engine, &own[1], 20_000, None);
+    assert_eq!(engine.snapshot(at_ms(20_003)).closed_without_alarm, 0, "its alarm may be with the other worker");
+    close_read_ahead(&mut engine, &own[2], 28_000, None);
+    assert_eq!(engine.snapshot(at_ms(28_003)).closed_without_alarm, 1, "this worker gets none either");
+    assert!(reads_ahead(&mut engine, at_ms(57_900)));
+}
+
+#[test]
+fn order_read_ahead_goes_before_alarms() {
+    let mut engine = engine_that_swept();
+    swept_page(&mut engine, at_ms(500));
+    engine.handle(swept(&[("real", 700)]), at_ms(501));
+    for tag in 1..=20 {
+        engine.handle(delivered(&format!("flood-{tag}"), at_ms(600), 1, tag), at_ms(550));
+    }
+    // Both closers are busy until the order is due.
+    let busy = batches_between_pages(&mut engine, at_ms(602));
+    assert_eq!(busy.len(), 2);
+    assert_eq!(batches_between_pages(&mut engine, at_ms(703)), vec![]);
+    for batch in busy {
+        finish(&mut engine, batch, &found(Outcome::Unknown), at_ms(703));
+    }
+    let next = batches_between_pages(&mut engine, at_ms(703)).remove(0);
+    assert_eq!((next.by, names(&next)), (ClosedBy::LookAhead, vec!["real"]));
+}
