@@ -73,6 +73,10 @@ const MAX_WOKEN_AT_ONCE: usize = 2_048;
 /// time, so that a flood of unreadable messages does not use up the sweep's connections.
 const MAX_PARKED_AT_ONCE: usize = 256;
 
+/// How many alarms may be on their way to the broker: a few windows of confirms. Each publish has a timeout from when it is
+/// handed out, and what has timed out is published again, although the broker may have it.
+const MAX_REARMING: usize = 4_000;
+
 /// How long after its deadline an order counts as read ahead: twice as long as the worker's reading of the clock may be
 /// ahead of the database's.
 const JUST_PASSED: Duration = Duration::from_millis(500);
@@ -102,6 +106,8 @@ pub struct Engine {
     closing_is_paused: bool,
     brake: Brake,
     rearms: Vec<Rearm>,
+    /// How many are handed out and not reported.
+    rearming: usize,
     rearm_retries: RetryList<Rearm>,
     circulation: Circulation,
     /// `None` if no provider is asked: then orders are closed at once.
@@ -141,6 +147,7 @@ impl Engine {
             closing_is_paused: false,
             brake: Brake::default(),
             rearms: Vec::new(),
+            rearming: 0,
             rearm_retries: RetryList::default(),
             circulation: Circulation::default(),
             closing: None,
@@ -164,7 +171,7 @@ impl Engine {
     /// Takes in what happened. `now` is the database's time.
     ///
     /// # Panics
-    /// With overflow checks, if more dead letters are reported than [`Action::Park`] handed out.
+    /// With overflow checks, if more is reported than [`Action::Park`] or [`Action::Rearm`] handed out.
     pub fn handle(&mut self, input: Input, now: Timestamp) {
         self.note_time(now);
         match input {
@@ -181,6 +188,7 @@ impl Engine {
                 }
             }
             Input::Rearmed(receipts) => {
+                self.rearming -= receipts.len();
                 self.rearm_retries.succeeded(&receipts);
                 self.acknowledge(receipts);
             }
@@ -221,12 +229,15 @@ impl Engine {
                 self.is_consuming = true;
                 self.look_ahead.session_opened(now);
                 // The broker redelivers what came in an ended session; keeping it here as well would do it twice.
+                self.rearms.retain(|rearm| rearm.receipt.session >= number);
                 self.rearm_retries.keep_from(number);
                 self.park_retries.keep_from(number);
             }
             Input::SessionEnded => {
                 self.is_consuming = false;
                 self.look_ahead.session_ended();
+                let ended = self.session;
+                self.rearms.retain(|rearm| rearm.receipt.session > ended);
                 // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
                 // rearming works again.
                 self.rearm_retries.keep_one();
@@ -261,9 +272,7 @@ impl Engine {
         }
         self.rearms.extend(self.rearm_retries.take_ready(now));
         self.dead_letters.extend(self.park_retries.take_ready(now));
-        if !self.rearms.is_empty() {
-            actions.push(Action::Rearm(std::mem::take(&mut self.rearms)));
-        }
+        actions.extend(self.next_rearms().map(Action::Rearm));
         if self.parking == 0 && !self.dead_letters.is_empty() {
             self.parking = self.dead_letters.len().min(MAX_PARKED_AT_ONCE);
             actions.push(Action::Park(self.dead_letters.drain(..self.parking).collect()));
@@ -272,6 +281,16 @@ impl Engine {
             actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
         }
         actions
+    }
+
+    /// Alarms that wait for their deadlines go before retries, of which a flood may have many.
+    fn next_rearms(&mut self) -> Option<Vec<Rearm>> {
+        let room = MAX_REARMING.saturating_sub(self.rearming).min(self.rearms.len());
+        if room < self.rearms.len() {
+            self.rearms.sort_by_key(|rearm| matches!(rearm.wanted, Wanted::NotBefore(_)));
+        }
+        self.rearming += room;
+        (room > 0).then(|| self.rearms.drain(..room).collect())
     }
 
     /// When [`Engine::poll_actions`] has something new even without another input.
@@ -335,7 +354,7 @@ impl Engine {
         self.draining = true;
         let mut waiting = self.hold.drain();
         waiting.extend(self.ready.drain());
-        let rearms = self.rearm_retries.drain().into_iter().map(|rearm| rearm.receipt);
+        let rearms = self.rearm_retries.drain().into_iter().chain(self.rearms.drain(..)).map(|rearm| rearm.receipt);
         let dead_letters = self.park_retries.drain().into_iter().map(|(_, receipt)| receipt);
         let unparked = self.dead_letters.drain(..).map(|(_, receipt)| receipt);
         let receipts: Vec<Receipt> =
@@ -508,6 +527,7 @@ impl Engine {
 
     /// Plans another try for rearms that failed. The broker redelivers what came in an ended session.
     fn retry_rearms(&mut self, mut rearms: Vec<Rearm>, scope: FailureScope, now: Timestamp) {
+        self.rearming -= rearms.len();
         if self.draining {
             return self.requeue(rearms.into_iter().map(|rearm| rearm.receipt));
         }

@@ -172,6 +172,32 @@ fn far_alarm_is_acknowledged_after_rearm_confirm() {
 }
 
 #[test]
+fn alarms_sent_to_broker_are_bounded() {
+    let mut engine = Engine::new(policy());
+    let rearms = |engine: &mut Engine, now: Timestamp| {
+        let handed_out = engine.poll_actions(now).into_iter().find_map(|action| match action {
+            Action::Rearm(rearms) => Some(rearms),
+            _ => None,
+        });
+        handed_out.unwrap_or_default()
+    };
+    let Input::Delivered(far) = delivered("retried", at_ms(1_000), 1, 1) else { unreachable!() };
+    let Ok(mut alarm) = far.content else { unreachable!() };
+    alarm.attempt = 1;
+    for tag in 1..=u64::try_from(MAX_REARMING).unwrap() {
+        let receipt = Receipt { session: 1, channel: 0, tag };
+        engine.retry(WorkItem::new(alarm.clone(), Origin::Delivered(receipt)), at_ms(1_000));
+    }
+    engine.handle(delivered("far", at_ms(60_000), 1, 9_999), at_ms(1_000));
+    let first = rearms(&mut engine, at_ms(1_000));
+    assert_eq!((first.len(), first[0].alarm.order_id().as_str()), (MAX_REARMING, "far"), "retries wait behind it");
+    assert!(rearms(&mut engine, at_ms(1_001)).is_empty());
+    engine.handle(Input::Rearmed(vec![first[0].receipt]), at_ms(1_002));
+    engine.handle(Input::NotRearmed(vec![first[1].clone()]), at_ms(1_002));
+    assert_eq!(rearms(&mut engine, at_ms(1_002)).len(), 1);
+}
+
+#[test]
 fn inbox_alarms_are_never_held() {
     let mut engine = Engine::new(policy());
     let Input::Delivered(mut near) = delivered("a", at_ms(2_000), 1, 7) else { unreachable!() };

@@ -179,7 +179,7 @@ fn late_alarm_starts_reading_ahead() {
 }
 
 #[test]
-fn paid_or_locked_order_starts_no_reading_ahead() {
+fn paid_or_locked_order_starts_nothing() {
     let mut engine = sweeping_engine();
     swept_page(&mut engine, at_ms(250));
     close_swept(&mut engine, "paid", Outcome::Paid, at_ms(251));
