@@ -27,7 +27,7 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 /// What the broker reports about one queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenQueue {
-    /// As in [`Names`](super::Names), with the namespace.
+    /// As in [`Names`], with the namespace.
     pub name: String,
     /// Messages that are not delivered yet; AMQP `queue.declare-ok`, `message-count`.
     pub ready: u32,
