@@ -10,11 +10,6 @@ use order_timeout::{Settings, Worker};
 use tokio_util::sync::CancellationToken;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // SAFETY: no other thread is running yet that could read the environment.
-    #[expect(unsafe_code, reason = "it changes the environment")]
-    unsafe {
-        order_timeout::stack::reserve_for_parsing()
-    };
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(run())
 }
 

@@ -28,9 +28,7 @@ pub mod mapping;
 pub mod observe;
 pub mod operations;
 pub mod postgres;
-pub mod quarantine;
 pub mod sanitize;
-pub mod stack;
 
 pub use config::{Settings, SettingsError};
 pub use runtime::{StartError, Worker};

@@ -14,11 +14,6 @@ const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
-    // SAFETY: no other thread is running yet that could read the environment.
-    #[expect(unsafe_code, reason = "it changes the environment")]
-    unsafe {
-        order_timeout::stack::reserve_for_parsing()
-    };
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let cli = match Cli::read(&arguments) {
         Ok(cli) => cli,
@@ -35,10 +30,8 @@ fn main() -> ExitCode {
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
     };
     let outcome = runtime.block_on(cli.command.run(&cli.settings, settings));
-    // Dropping it would wait for running blocking tasks, such as the resolution of a host name. Its
-    // `shutdown_background` would detach its threads while they end, which glibc does not survive with stacks as large
-    // as these (docs/decisions/0065-threads-are-joined.md).
-    std::mem::forget(runtime);
+    // Dropping it would wait for running blocking tasks, such as the resolution of a host name.
+    runtime.shutdown_background();
     match outcome {
         Ok(outcome) => print(&outcome),
         Err(error) => fail(&format!("{error:#}"), if is_wrong_usage(&error) { WRONG_SETTINGS } else { FAILED }),

@@ -10,10 +10,9 @@ use futures_util::StreamExt;
 use lapin::message::Delivery;
 use lapin::options::{BasicConsumeOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
-use lapin::{Channel, Consumer};
+use lapin::{Channel, Connection, Consumer};
 use order_timeout::Settings;
 use order_timeout_amqp::connect;
-use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_core::message::OrderClosed;
 use serde_json::Value;
 use sqlx::PgPool;
@@ -31,7 +30,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Listener {
     received: Arc<Mutex<ReceivedEvents>>,
     /// `None` without a broker.
-    connection: Option<JoinedConnection>,
+    connection: Option<Connection>,
     task: AbortOnDropHandle<()>,
 }
 

@@ -17,7 +17,6 @@ pub mod parked;
 pub mod pause;
 pub mod pending;
 mod provider;
-pub mod quarantine;
 pub mod schedule;
 mod schedule_check;
 pub mod setup;
@@ -129,11 +128,9 @@ impl Cli {
     pub fn load_settings(&self) -> Result<Settings, SettingsError> {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
-            Command::Quarantine(quarantine::QuarantineArgs { moves: false, .. })
-            | Command::Topology(_)
-            | Command::Config(_)
-            | Command::Provider(_)
-            | Command::Health(_) => Settings::load(file, overrides),
+            Command::Topology(_) | Command::Config(_) | Command::Provider(_) | Command::Health(_) => {
+                Settings::load(file, overrides)
+            }
             Command::Completions(_) | Command::Man => Ok(Settings::defaults()),
             Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
@@ -152,8 +149,7 @@ impl Cli {
             | Command::Late(_)
             | Command::Closing(_)
             | Command::Sql(_)
-            | Command::Adopt(_)
-            | Command::Quarantine(_) => Settings::load_with_database(file, overrides),
+            | Command::Adopt(_) => Settings::load_with_database(file, overrides),
         }
     }
 }
@@ -352,8 +348,6 @@ pub enum Command {
     /// Ask a payment provider about one payment, as the worker does, and change nothing
     #[command(subcommand)]
     Provider(provider::ProviderCommand),
-    /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
-    Quarantine(quarantine::QuarantineArgs),
     /// Propose a mapping for an orders table of your own, or prove the configured one
     Adopt(adopt::AdoptArgs),
     /// Print the statements that close orders and find overdue ones
@@ -369,7 +363,7 @@ pub enum Command {
 impl Command {
     fn is_about_broker(&self) -> bool {
         match self {
-            Self::Schedule(_) | Self::Topology(_) | Self::Quarantine(_) => true,
+            Self::Schedule(_) | Self::Topology(_) => true,
             Self::Parked(command) => command.publishes(),
             Self::Setup(_)
             | Self::Worker(_)
@@ -446,7 +440,6 @@ impl Command {
             Self::Late(command) => late::run(command, settings).await,
             Self::Closing(command) => closing::run(command, settings).await,
             Self::Provider(command) => provider::run(command, settings).await,
-            Self::Quarantine(args) => quarantine::run(args, settings).await,
             Self::Adopt(args) => adopt::run(args, settings).await,
             Self::Sql(args) => sql::run(args, settings).await,
             Self::Config(args) => config::run(&args, given),

@@ -16,7 +16,6 @@ use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, B
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
 use order_timeout_amqp::connect::{self, BrokerError, EndKind};
-use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{PROBE_TYPE, Topology, TopologyError};
 use order_timeout_core::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
@@ -52,7 +51,7 @@ pub(crate) const LONGEST_CLOSE: Duration = CLOSE_TIMEOUT.saturating_mul(2);
 pub struct Session {
     kind: Kind,
     number: u64,
-    connection: Arc<JoinedConnection>,
+    connection: Arc<Connection>,
     consumers: Vec<ConsumerChannel>,
     ended: Ended,
 }
@@ -81,7 +80,7 @@ impl SessionEnd {
                 None => "the AMQP client cannot read a message that the broker delivered".into(),
             },
             EndKind::BrokerFailed => {
-                format!("the broker itself failed ({error}), as RabbitMQ 3 does over a message that it cannot deliver")
+                format!("the broker itself failed ({error}), as RabbitMQ does over a message that it cannot deliver")
             }
             EndKind::AckTimeout => ack_timeout_reason(error),
             EndKind::Other => with_unacked_hint(error.to_string()),
@@ -293,7 +292,7 @@ impl Session {
 
     /// The connection, for looking at the broker.
     #[must_use]
-    pub fn connection(&self) -> Arc<JoinedConnection> {
+    pub fn connection(&self) -> Arc<Connection> {
         self.connection.clone()
     }
 
@@ -424,6 +423,13 @@ fn sources(settings: &Settings, kind: &Kind) -> Vec<ConsumedQueue> {
         (SourceQueue::Parked, names.parked(), PARKED_PREFETCH),
     ];
     processing.chain(rest).map(|(source, queue, prefetch)| ConsumedQueue { source, queue, prefetch }).collect()
+}
+
+/// What takes every message out of the queues that a session consumes, the most likely one first.
+pub fn purge_commands(settings: &Settings, kind: &Kind) -> String {
+    let vhost = settings.names().vhost_option();
+    let purge = |source: ConsumedQueue| format!("`rabbitmqctl purge_queue{vhost} {}`", source.queue);
+    sources(settings, kind).into_iter().map(purge).collect::<Vec<_>>().join(", or ")
 }
 
 impl ConsumerChannel {

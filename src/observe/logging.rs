@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use tracing::field::{Field, Visit};
 use tracing::{Level, Metadata, Subscriber};
+use tracing_appender::non_blocking::{NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::fmt::format::Writer;
@@ -19,7 +20,6 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
-use super::log_writer::{FlushOnDrop, LogWriter};
 use crate::config::{LogFormat, LogSettings};
 use crate::sanitize;
 
@@ -46,11 +46,11 @@ impl LogThrottle {
     }
 }
 
-/// Dropping it writes the buffered lines, for at most a second.
+/// Dropping it writes the buffered lines, and waits for that for about a second at most.
 #[must_use]
 #[derive(Debug)]
 pub struct Log {
-    _flush: FlushOnDrop,
+    _flush: WorkerGuard,
 }
 
 /// Installs the subscriber for this process. Call once.
@@ -60,8 +60,8 @@ pub struct Log {
 pub fn install(settings: &LogSettings) -> Log {
     let wanted = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
     // Written by its own thread: a full pipe would otherwise block every thread that logs, and soon the worker.
-    let (writer, flush) = LogWriter::start(std::io::stderr(), MOST_LINES_WAITING, EXIT_TIMEOUT)
-        .expect("a thread for the log starts, because the process has just begun");
+    let (writer, flush) =
+        NonBlockingBuilder::default().buffered_lines_limit(MOST_LINES_WAITING).lossy(true).finish(io::stderr());
     // Colours are for a terminal; in a file they are noise.
     let lines = lines(settings.format, std::io::stderr().is_terminal(), writer);
     // Global filters, not per-layer ones: with those an event is lost on a thread that has just checked whether another

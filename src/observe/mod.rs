@@ -9,7 +9,6 @@ pub mod degraded;
 pub mod health;
 pub mod inspect;
 pub mod last_hour;
-pub(crate) mod log_writer;
 pub mod logging;
 pub mod metrics;
 pub(crate) mod recorder;

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
+use order_timeout_core::alarm::{Delivered, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{Batch, BatchResult, Call, EndOutcome, Ended};
 use order_timeout_core::kind::Kind;
@@ -151,11 +151,6 @@ impl KindRecorder {
     /// The worker begins to finish its work in flight.
     pub fn note_stopping(&self) {
         self.worker.health.mark_stopping();
-    }
-
-    /// Counts messages that were moved aside without a delivery to a session.
-    pub fn moved_aside(&self, messages: u64) {
-        self.metrics.alarms_parked.with_label_values(&[ParkReason::Unreadable.as_str()]).inc_by(messages);
     }
 
     /// `now` is the database's time.

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout_amqp::connection::JoinedConnection;
+use order_timeout_amqp::connect::Connection;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, MissingRoute};
 use order_timeout_amqp::topology::{Names, Topology, TopologyError};
 use order_timeout_core::delay::Strategy;
@@ -37,7 +37,7 @@ const ALTERNATES_EVERY: Duration = Duration::from_secs(60);
 /// The events that inspections react to.
 #[derive(Debug)]
 pub(super) enum BrokerInput {
-    SessionOpened(Arc<JoinedConnection>),
+    SessionOpened(Arc<Connection>),
     SessionEnded,
     /// No session was opened, because an object of this kind differs or may not be declared.
     NotDeclared(String),
@@ -59,7 +59,7 @@ pub(super) struct BrokerInspections {
     returns_unroutable: bool,
     give_way: GiveWay,
     recorder: KindRecorder,
-    session: Option<Arc<JoinedConnection>>,
+    session: Option<Arc<Connection>>,
     next_at: Instant,
     next_alternates_at: Instant,
     /// Whether a binding may be missing, which cannot be seen: orders were closed without their alarms.

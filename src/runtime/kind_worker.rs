@@ -22,7 +22,6 @@ use super::active_kinds::{ActiveKinds, ToKind};
 use super::broker_inspections::{BrokerInput, BrokerInspections};
 use super::event_loop::{EventLoop, Outputs};
 use super::inspections::PlanInspections;
-use super::quarantine::Quarantine;
 use super::reminders::keep_announcing;
 use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
@@ -350,7 +349,7 @@ struct Consuming {
 
 impl BrokerSide {
     fn start(self, opened: Opened, publishing: Publishing, shared: &Shared, span: &Span) -> Consuming {
-        let (settings, database) = (&shared.settings, shared.database.clone());
+        let settings = &shared.settings;
         let inspections = BrokerInspections::new(
             settings,
             &self.kind,
@@ -365,7 +364,7 @@ impl BrokerSide {
             self.phase,
             Listeners { inputs: self.inputs, inspections: self.inspections, active_kinds: shared.active_kinds.clone() },
             publishing.confirmed.missing_route(),
-            Quarantine::new(settings.clone(), self.kind, database, self.recorder),
+            self.recorder,
         );
         let supervising = supervisor.run(opened.first_session);
         Consuming {

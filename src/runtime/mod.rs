@@ -2,8 +2,7 @@
 //!
 //! Decides nothing about alarms (that is `order-timeout-core`), and contains no statement and no frame. `kind_worker.rs` is
 //! what each kind has of its own, `kind_start.rs` starts them, `active_kinds.rs` has those that run, `tasks.rs` waits for them; `event_loop.rs` passes inputs and actions between its engine and the effects;
-//! `supervisor.rs` keeps its consumer session open; `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages
-//! aside that end every session; `outboxes.rs` empties the outboxes, `local_outboxes.rs` those of a worker without a broker,
+//! `supervisor.rs` keeps its consumer session open; `ack_batcher.rs` batches settlements; `outboxes.rs` empties the outboxes, `local_outboxes.rs` those of a worker without a broker,
 //! `events_turns.rs` lets the events in both wait for busy closers; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why alarms do not arrive;
 //! `../give_way.rs` lets both wait for idle closers; `warnings.rs` logs what an operator must know about the database and about
 //! orders.
@@ -18,7 +17,6 @@ mod kind_start;
 mod kind_worker;
 mod local_outboxes;
 mod outboxes;
-mod quarantine;
 mod reminders;
 mod supervisor;
 mod tasks;
@@ -57,7 +55,6 @@ use crate::outbox::alarms::Alarms;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
 use crate::postgres::{self, Database, DatabaseError, shop_settings};
-use crate::stack;
 use active_kinds::ActiveKinds;
 use inspections::Inspections;
 use kind_start::UnusableKind;
@@ -246,11 +243,6 @@ fn handle_kinds(settings: &mut Settings, handlers: &Handlers) -> Result<(), Star
 }
 
 fn warn_about_settings(settings: &Settings) {
-    if !stack::is_reserved() {
-        warn!(
-            "a message with deeply nested tables could end this process, because RUST_MIN_STACK is unset or too small; set it to 268435456, or call order_timeout::stack::reserve_for_parsing() first in main"
-        );
-    }
     if let Some(why) = settings.delay.strategy.deprecation() {
         warn!("{why}");
     }

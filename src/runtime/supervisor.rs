@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use order_timeout_amqp::connect::EndKind;
 use order_timeout_amqp::publisher::MissingRoute;
 use order_timeout_core::alarm::Delivered;
 use order_timeout_core::engine::Input;
@@ -17,10 +18,10 @@ use tracing::{info, warn};
 use super::ack_batcher::AckBatcher;
 use super::active_kinds::ActiveKinds;
 use super::broker_inspections::BrokerInput;
-use super::quarantine::Quarantine;
 use crate::config::Settings;
-use crate::deliver::{DeclaredAgain, OpenError, Opening, Session, SessionEnd};
+use crate::deliver::{DeclaredAgain, OpenError, Opening, Session, SessionEnd, purge_commands};
 use crate::loop_backoff::Backoff;
+use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::recorder::KindRecorder;
 
@@ -71,7 +72,8 @@ pub(super) struct Supervisor {
     had_session: bool,
     /// Notified when an exchange or a queue is missing.
     missing_route: Arc<MissingRoute>,
-    quarantine: Quarantine,
+    /// Whether a message is known that ends every session.
+    unreadable: bool,
     recorder: KindRecorder,
 }
 
@@ -82,10 +84,10 @@ impl Supervisor {
         phase: watch::Receiver<Phase>,
         listeners: Listeners,
         missing_route: Arc<MissingRoute>,
-        quarantine: Quarantine,
+        recorder: KindRecorder,
     ) -> Self {
-        let (next_session, had_session, recorder) = (FIRST_SESSION + 1, false, quarantine.recorder.clone());
-        Self { what, ack_batcher, phase, listeners, next_session, had_session, missing_route, quarantine, recorder }
+        let (next_session, had_session, unreadable) = (FIRST_SESSION + 1, false, false);
+        Self { what, ack_batcher, phase, listeners, next_session, had_session, missing_route, unreadable, recorder }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -103,8 +105,8 @@ impl Supervisor {
                 self.recorder.session_ended(&end.why);
                 self.send_to_event_loop(Input::SessionEnded);
                 self.send_to_inspections(BrokerInput::SessionEnded);
-                let cause_is_gone = self.see_to(&end).await;
-                if cause_is_gone || opened.elapsed() >= STABLE_AFTER {
+                self.note_unreadable(&end);
+                if opened.elapsed() >= STABLE_AFTER {
                     backoff = Backoff::new();
                 } else {
                     self.pause(backoff.next_pause()).await;
@@ -123,17 +125,14 @@ impl Supervisor {
                     let pause = backoff.next_pause();
                     self.recorder.health.note_session(Some(&fault.to_string()));
                     warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
-                    let cause_is_gone = match &fault {
-                        OpenError::Ended(end) => self.see_to(end).await,
+                    match &fault {
+                        OpenError::Ended(end) => self.note_unreadable(end),
                         OpenError::OwnObjects(why) => {
                             self.send_to_inspections(BrokerInput::NotDeclared(why.clone()));
-                            false
                         }
-                        OpenError::Broker(_) => false,
-                    };
-                    if !cause_is_gone {
-                        self.pause(pause).await;
+                        OpenError::Broker(_) => {}
                     }
+                    self.pause(pause).await;
                     None
                 }
             };
@@ -162,13 +161,16 @@ impl Supervisor {
         let _ = self.listeners.inputs.send(input);
     }
 
-    /// If a message ended the session: moves it aside, unless the worker stops meanwhile. Returns whether the next session may
-    /// be opened at once.
-    async fn see_to(&mut self, end: &SessionEnd) -> bool {
-        let mut phase = self.phase.clone();
-        tokio::select! {
-            cause_is_gone = self.quarantine.see_to(end) => cause_is_gone,
-            _ = phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => false,
+    /// If a message ended the session, it will end the next one too.
+    fn note_unreadable(&mut self, end: &SessionEnd) {
+        if matches!(end.kind, EndKind::Unreadable | EndKind::BrokerFailed) {
+            self.unreadable = true;
+            let purge = purge_commands(&self.what.settings, &self.what.kind);
+            let why = format!(
+                "{}, and it ends every session; purge the queue that holds it: {purge}. Nothing is lost: overdue orders are found in the database",
+                end.why
+            );
+            self.recorder.degraded(Cause::UnreadableMessage, Some(&why));
         }
     }
 
@@ -185,8 +187,8 @@ impl Supervisor {
         let mut declaring = None;
         loop {
             self.recorder.health.beat(Loop::Supervisor);
-            if opened.elapsed() >= STABLE_AFTER {
-                self.quarantine.session_lives();
+            if opened.elapsed() >= STABLE_AFTER && std::mem::take(&mut self.unreadable) {
+                self.recorder.degraded(Cause::UnreadableMessage, None);
             }
             let phase = *self.phase.borrow_and_update();
             match phase {

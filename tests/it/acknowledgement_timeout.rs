@@ -6,11 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use lapin::BasicProperties;
 use lapin::options::{BasicConsumeOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
+use lapin::{BasicProperties, Connection};
 use order_timeout::Settings;
-use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_testkit::away::{
     COMING_BACK, assert_all_closed_and_announced, expiring_queue_arguments, keep_events, meanwhile, shorten_timeouts,
@@ -72,7 +71,7 @@ impl ConsumerEnds {
 /// earlier has passed too.
 struct UnackedMessage {
     queue: String,
-    broker: JoinedConnection,
+    broker: Connection,
     ends: ConsumerEnds,
     _network: Proxy,
 }

@@ -333,9 +333,9 @@ fn every_command_and_argument_has_help() {
     let mut cli = Cli::command();
     cli.build();
     // The program, setup, worker, health, schedule, status, doctor, show, explain, pending, forecast, deadline, close, pause,
-    // resume, topology with prune, quarantine, config, sql, adopt, completions, man, parked with its three, late with its
+    // resume, topology with prune, config, sql, adopt, completions, man, parked with its three, late with its
     // two, closing with its three, provider with its one.
-    assert_eq!(check(&cli, &[]), 36);
+    assert_eq!(check(&cli, &[]), 35);
 }
 
 #[test]

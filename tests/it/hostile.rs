@@ -9,8 +9,8 @@ use order_timeout_testkit::{TIMEOUT, TestEnv, raw, wait_for};
 fn alarm_with_nested_header_tables_closes_order() {
     TestEnv::builder().run(async |env| {
         let orders = env.orders(2, Duration::from_millis(500)).await;
-        // The AMQP client parses tables recursively: on a stack of the usual size this message would crash the
-        // worker, and every worker that it is redelivered to.
+        // The AMQP client parses tables recursively: this message, read whole, would crash the worker, and every worker
+        // that it is redelivered to.
         let (due, headers) = (env.names().due(), raw::nested_table());
         raw::publish(&env.settings, &due, "due", &headers, &orders[0].body());
         env.deliver(&orders[1..]).await;

@@ -14,7 +14,6 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout_amqp::connect::{self, BrokerError, reply, reply_code};
-use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::{PublishError, ScheduleError};
 use order_timeout_core::order::Timestamp;
@@ -92,7 +91,7 @@ fn settings_for(broker: &Private, user: &str, vhost: &str) -> Settings {
     settings
 }
 
-async fn connect(broker: &Private, user: &str) -> JoinedConnection {
+async fn connect(broker: &Private, user: &str) -> Connection {
     connect::connect(&settings(broker, user).amqp, "test").await.unwrap()
 }
 

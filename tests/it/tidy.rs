@@ -127,11 +127,11 @@ fn lapin_stays_in_its_modules() {
 }
 
 #[test]
-fn frames_are_parsed_in_quarantine_alone() {
+fn frames_are_parsed_in_crate_amqp_alone() {
     let users = users_of(r"\bamq_protocol::");
     assert_eq!(
         users,
-        set(&["crates/amqp/src/connect.rs", "quarantine/link.rs", "quarantine/message.rs"]),
+        set(&["crates/amqp/src/connect.rs", "crates/amqp/src/nesting.rs"]),
         "see docs/ARCHITECTURE.md, \"The map\""
     );
 }
@@ -218,7 +218,6 @@ fn measuring_stays_out_of_business_modules() {
             "http/probes.rs",
             "runtime/event_loop.rs",
             "runtime/local_outboxes.rs",
-            "runtime/quarantine.rs",
             "observe/recorder.rs",
             "runtime/supervisor.rs",
         ],

@@ -17,7 +17,6 @@ use lapin::types::FieldTable;
 use order_timeout::Settings;
 use order_timeout::postgres;
 use order_timeout_amqp::connect;
-use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_client::Publisher;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
@@ -128,7 +127,7 @@ impl<'a> BenchEnv<'a> {
         Ok(())
     }
 
-    pub async fn connect(&self) -> anyhow::Result<JoinedConnection> {
+    pub async fn connect(&self) -> anyhow::Result<Connection> {
         Ok(connect::connect(&self.settings.amqp, "load").await?)
     }
 

@@ -4,22 +4,26 @@
 //! opens another, because lapin's own recovery never tells a consumer that its unacknowledged deliveries are void.
 
 use std::io;
-use std::pin::pin;
-use std::sync::{Mutex, Once, PoisonError};
-use std::task::Poll;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::io::{AsyncRead, AsyncWrite};
-use futures_util::poll;
-use lapin::runtime::default_runtime;
-use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
+use amq_protocol::frame::AMQPFrame;
+use amq_protocol::frame::parsing::parse_frame;
+pub use lapin::Connection;
+use lapin::protocol::AMQPClass;
+use lapin::protocol::connection::AMQPMethod;
+use lapin::types::{AMQPValue, FieldTable};
 use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
-use lapin::{Connection, ConnectionProperties, ErrorKind};
+use lapin::{AsyncTcpStream, ConnectionProperties, ErrorKind};
 use order_timeout_core::address::AmqpAddress;
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, RootCertStore};
 use secrecy::ExposeSecret;
-use tokio::sync::oneshot;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
 
-use crate::connection::JoinedConnection;
+use crate::nesting::{self, ShallowStream};
 use crate::{AmqpSettings, tls};
 
 /// RabbitMQ's default `frame_max`.
@@ -61,15 +65,12 @@ pub enum BrokerError {
 ///
 /// # Errors
 /// [`BrokerError`] with the broker's address, never its password.
-pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<JoinedConnection, BrokerError> {
+pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerError> {
     let (uri, connector) = prepare(settings)?;
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
     match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {
-        Ok(Ok(connection)) => {
-            start_async_compat_runtime();
-            Ok(connection)
-        }
+        Ok(Ok(connection)) => Ok(connection),
         Ok(Err(error)) => Err(connect_error(&error, &place, &uri, settings)),
         Err(_) => Err(timeout_error(&uri, settings)),
     }
@@ -93,18 +94,8 @@ pub async fn require_another_connection(settings: &AmqpSettings, open: &Connecti
     }
 }
 
-/// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime at the first use, and
-/// panics if the process is out of file handles by then.
-fn start_async_compat_runtime() {
-    static STARTED: Once = Once::new();
-    STARTED.call_once(|| {
-        let thread = std::thread::Builder::new().spawn(|| drop(async_compat::Compat::new(())));
-        let _none_panicked_or_done = thread.map(std::thread::JoinHandle::join);
-    });
-}
-
 /// The address with the additions of the settings, and the TLS connector if it is an `amqps://` address.
-fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>), BrokerError> {
+fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<TlsConnector>), BrokerError> {
     tls::choose_crypto_provider();
     let mut uri = address_of(settings)?;
     let connector = match uri.scheme {
@@ -113,8 +104,7 @@ fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>)
     };
     let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
     uri.query.heartbeat.get_or_insert(heartbeat_s);
-    // Always a limit, even with a broker that sets none: lapin parses nested tables by recursion, and the worker's
-    // `main` sizes the stacks of its threads for frames of this size.
+    // Always a limit, even with a broker that sets none: lapin reserves memory for 32 frames in each direction.
     uri.query.frame_max.get_or_insert(LARGEST_FRAME_BYTES);
     Ok((uri, connector))
 }
@@ -124,122 +114,117 @@ pub trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for T {}
 
-/// A connection before the AMQP handshake, and what the handshake needs. For the worker's module `quarantine`, which
-/// must read what lapin cannot.
-pub struct RawConnection {
-    /// The TCP stream, inside TLS for `amqps://`. No byte has been sent on it.
-    pub stream: Box<dyn ByteStream>,
-    /// Host, port and virtual host, for sentences.
-    pub place: String,
-    /// The virtual host, decoded: `/` for `%2f`.
-    pub vhost: String,
-    /// The address's `auth_mechanism`; PLAIN if it names none.
-    pub mechanism: SASLMechanism,
-    /// Name and password. Never printed.
-    pub user: AMQPUserInfo,
-    /// The largest frame, in bytes, that [`connect`] would agree to.
-    pub frame_max: u32,
-}
+/// A connection before the AMQP handshake, inside TLS for `amqps://`.
+pub type BrokerStream = Box<dyn ByteStream>;
 
 /// Connects like [`connect`], with the same certificates and timeout, without the AMQP handshake.
 ///
 /// # Errors
 /// [`BrokerError`] with the broker's address, never its password. Rights and credentials are not checked yet.
-pub async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, BrokerError> {
+pub async fn connect_raw(settings: &AmqpSettings) -> Result<BrokerStream, BrokerError> {
     let (uri, connector) = prepare(settings)?;
-    let place = address(&uri);
-    let opening = async {
-        let (runtime, tls) = (default_runtime()?, OwnedTLSConfig::default());
-        let plain = without_tls(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
-        let Some(connector) = &connector else { return Ok(Box::new(plain) as Box<dyn ByteStream>) };
-        let safe = plain.into_rustls(connector, name_in_certificate(&uri)).await?;
-        Ok::<_, lapin::Error>(Box::new(safe) as Box<dyn ByteStream>)
-    };
-    let stream = match tokio::time::timeout(settings.connect_timeout, opening).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(error)) => return Err(connect_error(&error, &place, &uri, settings)),
-        Err(_) => return Err(timeout_error(&uri, settings)),
-    };
-    Ok(RawConnection {
-        stream,
-        place,
-        vhost: uri.vhost,
-        mechanism: uri.query.auth_mechanism.unwrap_or_default(),
-        user: uri.authority.userinfo,
-        frame_max: uri.query.frame_max.unwrap_or(LARGEST_FRAME_BYTES),
-    })
+    match tokio::time::timeout(settings.connect_timeout, open_stream(&uri, connector.as_ref())).await {
+        Ok(opened) => opened.map_err(|error| connect_error(&error.into(), &address(&uri), &uri, settings)),
+        Err(_) => Err(timeout_error(&uri, settings)),
+    }
 }
 
-/// With TLS if there is a connector. lapin's own TLS would trust the system's CAs in addition to the configured one,
-/// and fail on a system without any.
+/// How a broker introduces itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Server {
+    /// Such as `RabbitMQ`.
+    pub product: String,
+    /// Such as `3.10.8`.
+    pub version: String,
+}
+
+/// Asks the broker what it is. lapin keeps that to itself.
 ///
-/// If lapin's I/O thread fails before lapin has noted that it connects, lapin detaches that thread at its end
-/// (`connection.rs`). So it gets a stream that is open already, and only after the first poll, which notes it.
+/// # Errors
+/// [`BrokerError`] if it cannot be reached, or does not answer in AMQP.
+pub async fn server(settings: &AmqpSettings) -> Result<Server, BrokerError> {
+    let mut stream = connect_raw(settings).await?;
+    let asked = within_connect_timeout(settings, async {
+        let greeting = greeting(&mut stream).await;
+        greeting.map_err(|error| BrokerError::Away(format!("the broker does not say what it is: {error}")))
+    });
+    let properties = asked.await?;
+    let text = |name: &str| match properties.inner().get(name) {
+        Some(AMQPValue::LongString(text)) => text.to_string(),
+        _ => String::new(),
+    };
+    Ok(Server { product: text("product"), version: text("version") })
+}
+
+/// The properties in the first frame of the broker.
+async fn greeting(stream: &mut BrokerStream) -> io::Result<FieldTable> {
+    stream.write_all(b"AMQP\x00\x00\x09\x01").await?;
+    let mut bytes = Vec::new();
+    loop {
+        let mut more = [0; 1_024];
+        match stream.read(&mut more).await? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => bytes.extend_from_slice(&more[..read]),
+        }
+        match parse_frame(bytes.as_slice()) {
+            Ok((_, AMQPFrame::Method(0, AMQPClass::Connection(AMQPMethod::Start(start))))) => {
+                return Ok(start.server_properties);
+            }
+            Err(error) if error.is_incomplete() => {}
+            _ => return Err(io::Error::other("it does not answer in AMQP")),
+        }
+    }
+}
+
+/// lapin's I/O thread gets an open stream, so that it ends when `connect_timeout` drops this.
 async fn open(
     uri: AMQPUri,
-    connector: Option<RustlsConnector>,
+    connector: Option<TlsConnector>,
     properties: ConnectionProperties,
-) -> lapin::Result<JoinedConnection> {
-    let (runtime, tls) = (default_runtime()?, OwnedTLSConfig::default());
-    let plain = without_tls(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
-    let stream = match &connector {
-        Some(connector) => plain.into_rustls(connector, name_in_certificate(&uri)).await?,
-        None => plain,
-    };
-    let (sender, receiver) = oneshot::channel();
-    let receiver = Mutex::new(Some(receiver));
+) -> lapin::Result<Connection> {
+    let stream = Mutex::new(Some(ShallowStream::new(open_stream(&uri, connector.as_ref()).await?)));
     // Called once, because the properties allow no second attempt.
     let connect = async move |_, _| {
-        let receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let stream = async { receiver?.await.ok() }.await;
-        stream.ok_or_else(|| io::Error::from(io::ErrorKind::ConnectionAborted).into())
+        let stream = stream.lock().unwrap_or_else(PoisonError::into_inner).take();
+        stream.map(AsyncTcpStream::Plain).ok_or_else(|| io::Error::from(io::ErrorKind::ConnectionAborted).into())
     };
-    let mut connecting = pin!(Connection::connector(uri, runtime, connect, properties));
-    let connected = match poll!(connecting.as_mut()) {
-        Poll::Ready(connected) => connected,
-        Poll::Pending => {
-            // If `connecting` was dropped meanwhile, there is no thread to receive it.
-            let _received = sender.send(stream);
-            connecting.await
-        }
-    };
-    connected.map(JoinedConnection::new)
+    Connection::connector(uri, nesting::runtime(), connect, properties).await
 }
 
-/// The address without its TLS, which [`open`] and [`connect_raw`] add themselves.
-fn without_tls(uri: &AMQPUri) -> AMQPUri {
-    AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() }
-}
-
-/// An IPv6 address has brackets in a URL and none in a certificate.
-fn name_in_certificate(uri: &AMQPUri) -> &str {
-    uri.authority.host.trim_matches(['[', ']'])
+/// With TLS if there is a connector. lapin's own TLS would trust the system's CAs in addition to the configured one, fail on
+/// a system without any, and compile fifty crates more.
+async fn open_stream(uri: &AMQPUri, connector: Option<&TlsConnector>) -> io::Result<BrokerStream> {
+    let host = uri.authority.host.as_str();
+    let plain = TcpStream::connect((host, uri.authority.port)).await?;
+    plain.set_nodelay(true)?;
+    let Some(connector) = connector else { return Ok(Box::new(plain)) };
+    let name = ServerName::try_from(host.to_owned()).map_err(io::Error::other)?;
+    Ok(Box::new(connector.connect(name, plain).await?))
 }
 
 /// The trusted CAs and the client certificate. The server's certificate must be for the host name in the address.
-fn tls_connector(settings: &AmqpSettings) -> Result<RustlsConnector, String> {
+fn tls_connector(settings: &AmqpSettings) -> Result<TlsConnector, String> {
     let certificates = settings.tls_files().read()?;
     let unusable = |fault: &dyn std::fmt::Display| format!("the certificates named in amqp cannot be used: {fault}");
-    let mut trusted = match &certificates.ca {
-        Some(_) => RustlsConnectorConfig::default(),
-        None => RustlsConnectorConfig::new_with_native_certs().map_err(|error| {
-            format!("this machine trusts no CA ({error}); install ca-certificates, or name the file of your CA in amqp.ca_file")
-        })?,
-    };
-    if let Some(ca) = &certificates.ca {
-        trusted.add_parsable_certificates(tls::certificates(ca).map_err(|fault| unusable(&fault))?);
+    let mut trusted = RootCertStore::empty();
+    trusted.add_parsable_certificates(match &certificates.ca {
+        Some(ca) => tls::certificates(ca).map_err(|fault| unusable(&fault))?,
+        None => rustls_native_certs::load_native_certs().certs,
+    });
+    if trusted.is_empty() && certificates.ca.is_none() {
+        return Err(
+            "this machine trusts no CA; install ca-certificates, or name the file of your CA in amqp.ca_file".into()
+        );
     }
-    let connector = match &certificates.client {
+    let trusting = ClientConfig::builder().with_root_certificates(trusted);
+    let config = match &certificates.client {
         Some(client) => {
             let (chain, key) = client.parts().map_err(|fault| unusable(&fault))?;
-            trusted.connector_with_single_cert(chain, key)
+            trusting.with_client_auth_cert(chain, key).map_err(|fault| tls::explain(&fault, "amqp", PLAIN))?
         }
-        None => trusted.connector_with_no_client_auth(),
+        None => trusting.with_no_client_auth(),
     };
-    connector.map_err(|error| match tls::why(&error, "amqp", PLAIN) {
-        Some(why) => why,
-        None => unusable(&error),
-    })
+    Ok(Arc::new(config).into())
 }
 
 /// What to write for a broker without TLS.
@@ -411,8 +396,6 @@ pub async fn close(connection: &Connection, timeout: Duration) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use lapin::ConnectionState;
     use lapin::protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError};
 
@@ -431,7 +414,7 @@ mod tests {
     fn only_unreadable_bytes_count_as_unreadable() {
         // A header frame with a property `type` of one byte that is no UTF-8.
         let frame = b"\x02\0\x01\0\0\0\x10\0\x3c\0\0\0\0\0\0\0\0\0\0\0\x20\x01\xff\xce";
-        let unparsed = amq_protocol::frame::parsing::parse_frame(&frame[..]).unwrap_err();
+        let unparsed = parse_frame(&frame[..]).unwrap_err();
         assert_eq!(kind_of(ErrorKind::ParsingError(unparsed)), EndKind::Unreadable);
         let too_large = hard(AMQPHardError::FRAMEERROR, "frame too large: 131100 bytes");
         assert_eq!(kind_of(too_large), EndKind::Unreadable);

@@ -6,8 +6,8 @@
 //! panics.
 
 pub mod connect;
-pub mod connection;
 pub mod envelope;
+mod nesting;
 pub mod publisher;
 mod settings;
 pub mod tls;

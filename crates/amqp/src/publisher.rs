@@ -19,11 +19,11 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesOrdered;
+use lapin::Connection;
 use tokio::sync::{Mutex, mpsc, oneshot};
 
 use crate::AmqpSettings;
 use crate::connect::BrokerError;
-use crate::connection::JoinedConnection;
 use channel::PublishChannel;
 pub use error::PublishError;
 use job_queue::{Job, JobQueue};
@@ -96,7 +96,7 @@ impl ConfirmedPublisher {
     ///
     /// # Errors
     /// [`PublishError::NotConnected`] if there is none, [`PublishError::Blocked`] while the broker reads nothing from it.
-    pub async fn connection(&self) -> Result<Arc<JoinedConnection>, PublishError> {
+    pub async fn connection(&self) -> Result<Arc<Connection>, PublishError> {
         self.shared.usable_connection().await
     }
 

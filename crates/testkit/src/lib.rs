@@ -32,21 +32,20 @@ use futures_util::FutureExt;
 use lapin::options::{
     BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeleteOptions,
 };
-use lapin::{BasicProperties, Channel};
+use lapin::{BasicProperties, Channel, Connection};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::postgres;
 use order_timeout::runtime::{StartError, Worker};
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{self, BrokerError};
-use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{self, DUE_KEY, Names, Slot};
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::{Lane, RingSettings, Strategy};
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
-use sqlx::{AssertSqlSafe, Connection, PgConnection, PgPool, Row};
+use sqlx::{AssertSqlSafe, Connection as _, PgConnection, PgPool, Row};
 use time::OffsetDateTime;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -65,7 +64,7 @@ pub struct TestEnv {
     /// On the environment's database.
     pub pool: PgPool,
     /// Of the test, not of a worker.
-    pub broker: JoinedConnection,
+    pub broker: Connection,
     /// With confirms.
     pub channel: Channel,
 }
@@ -220,7 +219,7 @@ async fn execute_on_server(settings: &Settings, statement: String) {
 }
 
 /// A connection of the test's own. It survives a machine that stalls, however short the worker's timeouts are.
-pub async fn connect_to_broker(settings: &Settings, purpose: &str) -> JoinedConnection {
+pub async fn connect_to_broker(settings: &Settings, purpose: &str) -> Connection {
     let (heartbeat, connect_timeout) = (Duration::from_secs(60), Duration::from_secs(20));
     let amqp = AmqpSettings { heartbeat, connect_timeout, ..settings.amqp.clone() };
     connect::connect(&amqp, purpose).await.expect("the broker answers; run scripts/services")

@@ -1,7 +1,7 @@
 //! AMQP written byte by byte, for messages that no client library would send.
 //!
 //! Frames and methods by their numbers in the AMQP 0-9-1 specification; just enough to publish one message with a
-//! confirm, or to receive it and return it unacknowledged.
+//! confirm.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -48,20 +48,9 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// No properties.
-    pub fn none() -> Self {
-        Self { flags: 0, bytes: Vec::new() }
-    }
-
     /// One property that is a short string, with this flag.
     pub fn text(flag: u16, text: &[u8]) -> Self {
         Self { flags: flag, bytes: short_bytes(text) }
-    }
-
-    /// A headers table with one header, a string of this many bytes.
-    pub fn header(key: &[u8], bytes: usize) -> Self {
-        let field = [&short_bytes(key)[..], b"S", &long(&vec![b'x'; bytes])].concat();
-        Self { flags: HAS_HEADERS, bytes: long(&field) }
     }
 }
 
@@ -76,13 +65,6 @@ pub fn publish_with(settings: &Settings, exchange: &str, routing_key: &[u8], pro
     connection.write(HEADER, 1, &[&60_u16.to_be_bytes()[..], &[0, 0], &size.to_be_bytes(), &flags, bytes].concat());
     connection.write(BODY, 1, body);
     connection.expect(60, 80);
-}
-
-/// Has a message delivered to a client that disconnects without acknowledging it.
-pub fn return_once(settings: &Settings, queue: &str) {
-    let mut connection = RawConnection::open(settings);
-    connection.call(1, 60, 70, &[&[0, 0][..], &short(queue), &[0]].concat());
-    connection.expect(60, 71);
 }
 
 fn short(text: &str) -> Vec<u8> {

@@ -3,8 +3,7 @@
 //!
 //! Declares nothing that is missing.
 
-use order_timeout_amqp::connect::{self, BrokerError};
-use order_timeout_amqp::connection::JoinedConnection;
+use order_timeout_amqp::connect::{self, BrokerError, Connection, Server};
 use order_timeout_amqp::topology::{Comparison, Head, Names, SeenQueue, TopologyError, in_shell, peek};
 use order_timeout_core::address::AmqpAddress;
 use order_timeout_core::delay::Strategy;
@@ -17,7 +16,6 @@ use super::{Options, management, workers};
 use crate::config::Settings;
 use crate::operations::status::RegisteredWorker;
 use crate::postgres::Database;
-use crate::quarantine::{self, Server};
 
 /// Each missing slot uses up one of a connection's 2 047 channels.
 const MOST_SLOTS: usize = 1_500;
@@ -42,7 +40,7 @@ pub(super) async fn examine(
 ) {
     match connect::connect(&settings.amqp, "doctor").await {
         Ok(connection) => {
-            match quarantine::server(&settings.amqp).await {
+            match connect::server(&settings.amqp).await {
                 Ok(server) => {
                     judge_version(&server, settings.delay.strategy, checks);
                     if server.product != "RabbitMQ" {
@@ -67,7 +65,7 @@ pub(super) async fn examine(
 async fn over_amqp(
     settings: &Settings,
     workers: Option<(&Database, &[RegisteredWorker])>,
-    connection: &JoinedConnection,
+    connection: &Connection,
     checks: &mut Checks,
 ) {
     let Some(seen) = topology(settings, connection, checks).await else { return };
@@ -107,7 +105,7 @@ async fn over_amqp(
 
 /// What the version means for our queues (docs/operating/deploy.md).
 fn judge_version(server: &Server, strategy: Strategy, checks: &mut Checks) {
-    let Server { product, version, .. } = server;
+    let Server { product, version } = server;
     let mut parts = version.split(['.', '-', '+']).map_while(|part| part.parse::<u32>().ok());
     let Some(number) = parts.next().zip(parts.next()).filter(|_| product == "RabbitMQ") else {
         let name = format!("{product} {version}");
@@ -145,7 +143,7 @@ fn judge_version(server: &Server, strategy: Strategy, checks: &mut Checks) {
 }
 
 /// Returns the queues that exist.
-async fn topology(settings: &Settings, connection: &JoinedConnection, checks: &mut Checks) -> Option<Vec<SeenQueue>> {
+async fn topology(settings: &Settings, connection: &Connection, checks: &mut Checks) -> Option<Vec<SeenQueue>> {
     let mut seen = Vec::new();
     let mut note = |compared: Result<Comparison, TopologyError>, checks: &mut Checks| match compared {
         Ok(Comparison { faults, queues }) => {
@@ -272,7 +270,7 @@ fn is_delay_queue(names: &Names, queue: &str) -> bool {
 async fn delay_queues(
     settings: &Settings,
     seen: &[SeenQueue],
-    connection: &JoinedConnection,
+    connection: &Connection,
     checks: &mut Checks,
 ) -> Result<(), TopologyError> {
     let names = settings.names();
@@ -312,7 +310,7 @@ async fn readers(
     kind: &Kind,
     live: &[RegisteredWorker],
     database: &Database,
-    connection: &JoinedConnection,
+    connection: &Connection,
     checks: &mut Checks,
 ) -> Result<(), String> {
     let (topology, vhost) = (settings.topology().seen_by(kind), settings.names().vhost_option());
@@ -368,7 +366,7 @@ mod tests {
     use crate::operations::doctor::Verdict;
 
     fn verdict(version: &str, strategy: Strategy) -> Verdict {
-        let server = Server { product: "RabbitMQ".into(), version: version.into(), cluster: String::new() };
+        let server = Server { product: "RabbitMQ".into(), version: version.into() };
         let mut checks = Checks::default();
         judge_version(&server, strategy, &mut checks);
         checks.report(&[]).checks.remove(0).verdict

@@ -5,7 +5,6 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use async_compat::Compat;
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::connect_raw;
 use order_timeout_amqp::topology::{Binding, Names, in_shell};
@@ -163,7 +162,7 @@ impl Api<'_> {
             None => (self.amqp.user.as_str(), self.amqp.password.as_str()),
         };
         let place = format!("{host}:{port}");
-        let asked = http::get_json(Compat::new(raw.stream), (&place, path), (user, password), TIMEOUT);
+        let asked = http::get_json(raw, (&place, path), (user, password), TIMEOUT);
         asked.await.map_err(|why| format!("the management API: {why}"))
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures_util::future::{Either, join_all, select};
 use lapin::options::BasicPublishOptions;
-use lapin::{Channel, Confirmation, PublisherConfirm};
+use lapin::{Channel, Confirmation, Connection, PublisherConfirm};
 use tokio::sync::Mutex;
 
 use super::error::closed;
@@ -18,13 +18,12 @@ use super::outgoing::{properties, short};
 use super::shared_connection::SharedConnection;
 use super::{Outgoing, PublishError, PublishResults};
 use crate::connect::{self, BrokerError};
-use crate::connection::JoinedConnection;
 
 /// One channel that takes jobs from the queue, a window at a time.
 pub(super) struct PublishChannel {
     pub(super) shared: Arc<SharedConnection>,
     pub(super) queue: Arc<Mutex<JobQueue>>,
-    pub(super) channel: Option<(Arc<JoinedConnection>, Channel)>,
+    pub(super) channel: Option<(Arc<Connection>, Channel)>,
 }
 
 impl PublishChannel {
@@ -89,7 +88,7 @@ impl PublishChannel {
         results
     }
 
-    async fn take_channel(&mut self) -> Result<(Arc<JoinedConnection>, Channel), PublishError> {
+    async fn take_channel(&mut self) -> Result<(Arc<Connection>, Channel), PublishError> {
         match self.channel.take().filter(|(_, channel)| channel.status().connected()) {
             Some(open) => Ok(open),
             None => self.shared.open_channel().await,

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lapin::Channel;
 use lapin::options::ConfirmSelectOptions;
+use lapin::{Channel, Connection};
 use tokio::sync::Mutex;
 
 use super::PublishError;
@@ -14,14 +14,13 @@ use super::error::closed;
 use super::missing_route::MissingRoute;
 use crate::AmqpSettings;
 use crate::connect::{self, BrokerError};
-use crate::connection::JoinedConnection;
 
 /// The connection that the channels share; reopened when it is broken.
 #[derive(Debug)]
 pub(super) struct SharedConnection {
     pub(super) settings: AmqpSettings,
     name: &'static str,
-    current: Mutex<Option<Arc<JoinedConnection>>>,
+    current: Mutex<Option<Arc<Connection>>>,
     pub(super) missing_route: Arc<MissingRoute>,
     /// When the broker last confirmed a message, on any channel.
     last_confirm: std::sync::Mutex<Option<Instant>>,
@@ -48,7 +47,7 @@ impl SharedConnection {
         self.last_confirm.lock().expect("no holder panics").map(|at| at.elapsed())
     }
 
-    pub(super) async fn connection(&self) -> Result<Arc<JoinedConnection>, BrokerError> {
+    pub(super) async fn connection(&self) -> Result<Arc<Connection>, BrokerError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| connection.status().connected()) {
             return Ok(connection.clone());
@@ -59,12 +58,12 @@ impl SharedConnection {
     }
 
     /// The same, unless the broker reads nothing from it at present.
-    pub(super) async fn usable_connection(&self) -> Result<Arc<JoinedConnection>, PublishError> {
+    pub(super) async fn usable_connection(&self) -> Result<Arc<Connection>, PublishError> {
         let connection = self.connection().await.map_err(PublishError::NotConnected)?;
         if connection.status().blocked() { Err(PublishError::Blocked) } else { Ok(connection) }
     }
 
-    pub(super) async fn open_channel(&self) -> Result<(Arc<JoinedConnection>, Channel), PublishError> {
+    pub(super) async fn open_channel(&self) -> Result<(Arc<Connection>, Channel), PublishError> {
         let connection = self.usable_connection().await?;
         let opening = async {
             let channel = connection.create_channel().await.map_err(|error| closed(&error))?;
