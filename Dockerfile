@@ -30,9 +30,10 @@ ARG ORDER_TIMEOUT_COMMIT
 RUN --mount=type=cache,id=order-timeout-registry,target=/usr/local/cargo/registry,sharing=locked \
     --mount=type=cache,id=order-timeout-target,target=/build/target,sharing=locked \
     touch src/lib.rs src/main.rs crates/*/src/lib.rs examples/shop.rs \
-    && cargo build --release --locked --bin order-timeout --example shop \
-    && install -D -t /out target/release/order-timeout target/release/examples/shop \
-    && cargo run --release --locked --example sbom -- /out/doc
+    && cargo build --release --locked -p order-timeout -p order-timeout-demo -p order-timeout-tools \
+        --bin order-timeout --bin shop --bin sbom \
+    && install -D -t /out target/release/order-timeout target/release/shop \
+    && target/release/sbom /out/doc
 
 # The same Debian release as the builder: a binary linked against a newer libc would not start.
 FROM debian:bookworm-slim

@@ -6,7 +6,7 @@
 //! and exits 0, or prints one sentence and exits 1, within [`TIME_LIMIT`].
 //!
 //! It may not leave anything behind (its queue and its exchange have unique names, are deleted, and expire if it dies
-//! in between), print a password, or depend on the crate of this repository.
+//! in between), print a password, or depend on the worker.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -18,9 +18,12 @@ use anyhow::{Context, Result, bail};
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::uri::{AMQPScheme, AMQPUri};
-use lapin::{Channel, Connection, ConnectionProperties, ExchangeKind};
+use lapin::{Channel, ExchangeKind};
+use order_timeout_amqp::AmqpSettings;
+use order_timeout_amqp::connect::connect;
+use order_timeout_amqp::tls::choose_crypto_provider;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
-use sqlx::{ConnectOptions, Connection as _};
+use sqlx::{ConnectOptions, Connection};
 
 /// A server without an answer after this time counts as unreachable.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
@@ -69,8 +72,7 @@ fn probe(kind: &str, url: &str) -> Result<String> {
         .enable_all()
         .build()
         .context("the probe's runtime did not start")?;
-    // Fails only if a provider is installed already, which is fine.
-    let _ = rustls::crypto::ring::default_provider().install_default();
+    choose_crypto_provider();
     let version = runtime.block_on(async {
         match kind {
             "amqp" => tokio::time::timeout(TIME_LIMIT, probe_broker(url)).await,
@@ -104,13 +106,24 @@ async fn probe_broker(url: &str) -> Result<String> {
         require_broker_version(version, &place)?;
     }
 
-    let connection = Connection::connect_uri(uri, ConnectionProperties::default())
-        .await
-        .with_context(|| format!("{account}: no login"))?;
+    let connection = connect(&settings(url), "probe").await.with_context(|| format!("{account}: no login"))?;
     let channel = connection.create_channel().await.with_context(|| format!("{account}: no channel"))?;
     declare_and_delete(&channel).await.with_context(|| format!("{account}: the rights do not suffice"))?;
     connection.close(200, "probed".into()).await.with_context(|| format!("{account}: no clean goodbye"))?;
     Ok(version.unwrap_or_else(|| "of at least 3.10 (TLS)".to_owned()))
+}
+
+fn settings(url: &str) -> AmqpSettings {
+    AmqpSettings {
+        url: url.to_owned().into(),
+        url_file: String::new(),
+        ca_file: String::new(),
+        client_cert_file: String::new(),
+        client_key_file: String::new(),
+        heartbeat: TIME_LIMIT,
+        connect_timeout: TIME_LIMIT,
+        confirm_timeout: TIME_LIMIT,
+    }
 }
 
 /// A quorum queue with the arguments of a lane, and an exchange, under a unique name.

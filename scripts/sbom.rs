@@ -166,11 +166,16 @@ fn platform() -> Result<String> {
     Ok(host.to_owned())
 }
 
+/// The repository: this file is compiled into a program of a crate in it, and into a test of the worker.
+fn root() -> Result<&'static Path> {
+    let mut folders = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+    folders.find(|folder| folder.join("Cargo.lock").is_file()).context("there is no Cargo.lock")
+}
+
 fn cargo(arguments: &[&str]) -> Result<String> {
     let program = std::env::var_os("CARGO");
     let mut command = Command::new(program.as_deref().unwrap_or(OsStr::new("cargo")));
-    let output =
-        command.args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output().context("cargo does not run")?;
+    let output = command.args(arguments).current_dir(root()?).output().context("cargo does not run")?;
     ensure!(output.status.success(), "cargo {}: {}", arguments[0], String::from_utf8_lossy(&output.stderr).trim());
     String::from_utf8(output.stdout).context("cargo's answer is not UTF-8")
 }
@@ -209,7 +214,7 @@ fn required(nodes: &[Value], root: &str) -> Result<BTreeSet<String>> {
 
 /// SHA-256 of each package as the registry serves it, from the lock file.
 fn checksums() -> Result<BTreeMap<(String, String), String>> {
-    let lock = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"))?;
+    let lock = std::fs::read_to_string(root()?.join("Cargo.lock"))?;
     let lock: toml::Table = lock.parse().context("Cargo.lock is not TOML")?;
     let packages = lock.get("package").and_then(toml::Value::as_array).context("Cargo.lock names no package")?;
     let field = |package: &toml::Value, name: &str| package.get(name)?.as_str().map(str::to_owned);

@@ -5,8 +5,8 @@
 
 use std::sync::LazyLock;
 
-use sqlx::migrate::{Migrate, MigrateError, Migrator};
-use sqlx::{Connection, PgConnection};
+use sqlx::migrate::{Migrate, MigrateError, Migration, MigrationType, Migrator};
+use sqlx::{Connection, PgConnection, SqlSafeStr};
 
 use super::connect::{address, connect_options, first_connection};
 use super::error::{DatabaseError, is_forbidden, one_line, sqlstate};
@@ -16,8 +16,11 @@ use crate::config::DatabaseSettings;
 /// Our own name, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
 const MIGRATIONS_TABLE: &str = "order_timeout_migrations";
 
+/// Name and SQL of each file, in their order.
+const MIGRATIONS: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/migrations.rs"));
+
 static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
-    let mut migrator = sqlx::migrate!();
+    let mut migrator = Migrator::with_migrations(MIGRATIONS.iter().copied().map(migration).collect());
     migrator.dangerous_set_table_name(MIGRATIONS_TABLE);
     // A newer worker may have run further migrations; expand-contract keeps them compatible with this one.
     migrator.set_ignore_missing(true);
@@ -42,6 +45,12 @@ const FUNCTIONS: &str = concat!(
     include_str!("../../sql/functions/settle_asked_order.sql"),
     include_str!("../../sql/functions/paid_without_report.sql"),
 );
+
+fn migration((name, sql): (&'static str, &'static str)) -> Migration {
+    let (version, description) = name.split_once('_').expect("a test checks the names");
+    let version = version.parse().expect("a test checks the names");
+    Migration::new(version, description.replace('_', " ").into(), MigrationType::Simple, sql.into_sql_str(), false)
+}
 
 /// Identifies connections that change the schema, which has no time limit.
 const SETUP_NAME: &str = "order-timeout setup";

@@ -3,7 +3,8 @@
 //! Reads the catalog, and counts the values of a column; changes nothing.
 
 use serde::Serialize;
-use sqlx::{AssertSqlSafe, PgConnection};
+use sqlx::postgres::PgRow;
+use sqlx::{AssertSqlSafe, FromRow, PgConnection, Row};
 
 use super::catalog::{self, CatalogError};
 use crate::config::kinds::TableSettings;
@@ -231,7 +232,7 @@ pub async fn behind(connection: &mut PgConnection, view: &Relation) -> Result<Ve
 }
 
 /// What says the meaning of a column besides its name.
-#[derive(Debug, Clone, sqlx::FromRow)]
+#[derive(Debug, Clone)]
 pub struct Clues {
     /// Its name.
     pub name: String,
@@ -245,6 +246,19 @@ pub struct Clues {
     pub leads_index: bool,
     /// Whether an index has a condition on it.
     pub is_condition: bool,
+}
+
+impl FromRow<'_, PgRow> for Clues {
+    fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
+        Ok(Self {
+            name: row.try_get("name")?,
+            is_enum: row.try_get("is_enum")?,
+            is_key: row.try_get("is_key")?,
+            is_now: row.try_get("is_now")?,
+            leads_index: row.try_get("leads_index")?,
+            is_condition: row.try_get("is_condition")?,
+        })
+    }
 }
 
 /// The clues about all columns, in the order of the table.

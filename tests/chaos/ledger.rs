@@ -47,7 +47,8 @@ use order_timeout_testkit::ledger::Ledger;
 use order_timeout_testkit::machine_stall_probe::{MachineStall, stalled_time, total_duration};
 use order_timeout_testkit::payment_service::Truth;
 use serde::Serialize;
-use sqlx::PgPool;
+use sqlx::postgres::PgRow;
+use sqlx::{FromRow, PgPool, Row as _};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -149,7 +150,7 @@ pub struct CheckResult {
 }
 
 /// An order's row at the end.
-#[derive(Debug, sqlx::FromRow)]
+#[derive(Debug)]
 struct Row {
     id: Uuid,
     status: String,
@@ -163,6 +164,23 @@ struct Row {
     settlements: i64,
     unresolved_reason: Option<String>,
     unresolved_at: Option<OffsetDateTime>,
+}
+
+impl FromRow<'_, PgRow> for Row {
+    fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
+        Ok(Self {
+            id: row.try_get("id")?,
+            status: row.try_get("status")?,
+            expires_at: row.try_get("expires_at")?,
+            closed_at: row.try_get("closed_at")?,
+            committed_at: row.try_get("committed_at")?,
+            closed_by: row.try_get("closed_by")?,
+            closes: row.try_get("closes")?,
+            settlements: row.try_get("settlements")?,
+            unresolved_reason: row.try_get("unresolved_reason")?,
+            unresolved_at: row.try_get("unresolved_at")?,
+        })
+    }
 }
 
 /// The orders with a last alarm that was sent only after the deadline it names, and that deadline.

@@ -52,7 +52,7 @@ fn packages() -> Vec<Value> {
 
 /// Whether this is a package of the workspace, which has neither a source nor a checksum.
 fn is_ours(name: &str) -> bool {
-    let own = ["", "-amqp", "-client", "-core", "-providers", "-testkit"];
+    let own = ["", "-amqp", "-client", "-core", "-demo", "-providers", "-testkit", "-tools"];
     name.split(' ').next().unwrap().strip_prefix("order-timeout").is_some_and(|rest| own.contains(&rest))
 }
 
