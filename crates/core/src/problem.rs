@@ -111,7 +111,7 @@ causes! {
     SlotNotConfirming = "slot_not_confirming": "alarms wait in the slots beside it; no order is late because of it",
     /// The broker returns alarms more often than the wheel needs.
     AlarmsCirculate = "alarms_circulate": "they cost the broker work; no order is late because of it",
-    /// A message that the client library cannot read was found in a queue.
+    /// A queue holds a message that ends every session.
     UnreadableMessage = "unreadable_message": "it ends each session that it is delivered to; workers read deadlines from the database meanwhile",
 }
 
