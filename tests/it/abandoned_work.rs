@@ -20,7 +20,7 @@ async fn read_in_transaction(database: &Database) {
 }
 
 #[test]
-fn pause_after_abandoned_begin_is_seen_by_others() {
+fn abandoned_begin_hides_no_later_pause() {
     TestEnv::builder().run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let settings = with_database_behind(&env, &network);
@@ -38,7 +38,7 @@ fn pause_after_abandoned_begin_is_seen_by_others() {
 }
 
 #[test]
-fn server_that_vanishes_during_return_keeps_no_connection() {
+fn vanished_server_keeps_no_connection() {
     TestEnv::builder().run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let settings = with_database_behind(&env, &network);
