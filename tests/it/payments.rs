@@ -247,9 +247,10 @@ fn lowered_price_leaves_surplus_of_parts() {
         price(&env, 1_000).await;
         let _ = report(&env.pool, order.id, "pi_1", 600).await;
         price(&env, 500).await;
+        assert_eq!(env.status(&order).await, "paid", "nothing is owed any more");
         let paid = report(&env.pool, order.id, "pi_2", 10).await;
-        assert_eq!(paid.verdict, PaymentVerdict::Paid { surplus_minor: 10 });
-        assert_eq!(late_reasons(&env).await, ["surplus", "surplus"]);
+        assert_eq!(paid.verdict, late(LateReason::AlreadyPaid));
+        assert_eq!(late_reasons(&env).await, ["surplus", "already_paid"]);
         assert_eq!(env.count("SELECT received_minor FROM orders").await, 500);
         assert_money_adds_up(&env).await;
     });
