@@ -192,7 +192,7 @@ fn command_reports_deadline_outcome() {
         let (code, _, error) = deadline(&env, &["no-such-order", "--in", "1h"]);
         assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
         let (code, _, error) = deadline(&env, &[&id, "--in", "4000d"]);
-        assert!(code == 1 && error.contains("delay.max_delay"), "{error}");
+        assert!(code == 2 && error.contains("delay.max_delay"), "{error}");
         let (code, _, error) = deadline(&env, &[&id]);
         assert!(code == 2 && error.contains("--in"), "{error}");
         let own = ["--set", "orders.close_sql=own.sql", "--set", "orders.overdue_sql=own.sql"];

@@ -281,8 +281,8 @@ fn disagreeing_workers_are_named() {
         wait_until_cured(&worker, "workers_disagree").await;
 
         // A killed worker leaves its row behind.
-        let killed = "INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays)
-                      VALUES (gen_random_uuid(), 'shop-9', 4711, '0', 'another', '{}')";
+        let killed = "INSERT INTO order_timeout_workers (id, host, pid, version, namespace, kinds, delays)
+                      VALUES (gen_random_uuid(), 'shop-9', 4711, '0', 'another', '{order}', '{}')";
         execute(&env.pool, killed).await;
         wait_until_named(&worker, "workers_disagree", "host shop-9 (pid 4711) has namespace \"another\"").await;
         wait_until_cured(&worker, "workers_disagree").await;

@@ -132,6 +132,9 @@ fn claim_is_rolled_back_as_well() {
     let join = |settings: &mut _| service.join(settings, "card", wide_limits());
     TestEnv::builder().settings(join).run(async move |env| {
         let order = env.order(Duration::ZERO).await;
+        let attempt = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                       SELECT 'card', id::text, id::text, 1999, 'EUR' FROM orders";
+        sqlx::query(attempt).execute(&env.pool).await.unwrap();
         let before = rows(&env).await;
         let findings = DryRun::prepare(env.settings.clone()).await.unwrap().look().await.unwrap();
         assert_eq!(named(&findings), ids([&order]));

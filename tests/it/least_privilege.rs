@@ -153,7 +153,7 @@ async fn errors_distinguish_limits_from_missing_rights(broker: &Private) {
     channel.queue_delete(gone.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     limit(r#"{"max-queues": 1}"#);
     let refused = Settings::defaults().topology().declare(&connection).await.unwrap_err().to_string();
-    assert!(refused.contains("raise it with rabbitmqctl set_vhost_limits"), "{refused}");
+    assert!(refused.contains("raise the limit with `rabbitmqctl set_vhost_limits"), "{refused}");
     limit(r#"{"max-connections": 0}"#);
     let refused = connect::connect(&settings(broker, WORKER).amqp, "test").await.map(drop);
     let Err(BrokerError::Away(why)) = &refused else { panic!("{refused:?}") };

@@ -138,7 +138,7 @@ fn manual_close_is_refused_while_paused() {
         succeed(&env, &["close", &id, "--although-paused"]).await;
         assert_eq!((env.status(&order).await, env.status(&other).await), ("closed".into(), "unpaid".into()));
         let (code, _, why) = call(&env, &["pause", "--why", "x", "--kind", "unknown"]).await;
-        assert!(code == 1 && why.contains("no kind \"unknown\""), "{why}");
+        assert!(code == 2 && why.contains("no kind \"unknown\""), "{why}");
         assert_eq!(succeed(&env, &["resume", "--kind", "order"]).await.lines().count(), 1);
         assert_eq!(succeed(&env, &["resume"]).await, "nothing is paused\n");
     });

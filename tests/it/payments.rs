@@ -643,7 +643,7 @@ fn own_table_gets_late_money_listed() {
         let (_, table, _) = call_with(&own, &["late", "list"]).await;
         assert!(table.contains("not_open") && table.contains(" 17 "), "{table}");
         let (code, _, error) = call_with(&own, &["late", "settle", "1", "--reopen", "--why", "a"]).await;
-        assert!(code == 1 && error.contains("only orders of the default table can be reopened"), "{error}");
+        assert!(code == 2 && error.contains("only orders of the default table can be reopened"), "{error}");
         let (code, _, error) = call_with(&own, &["late", "settle", "1", "--refund-due", "--why", "a"]).await;
         assert_eq!(code, 0, "{error}");
         assert_money_adds_up(&env).await;

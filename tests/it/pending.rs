@@ -104,7 +104,7 @@ fn pending_finds_ids_and_articles() {
             (&["--until", "2000-01-01T00:00:00Z"], "give a later end"),
         ] {
             let (code, _, stderr) = call_with(&env.settings, &[&["pending"], arguments].concat()).await;
-            assert!(code == 1 && stderr.contains(fix) && stderr.lines().count() == 1, "{stderr}");
+            assert!(code == 2 && stderr.contains(fix) && stderr.lines().count() == 1, "{stderr}");
         }
     });
 }
@@ -134,7 +134,7 @@ fn forecast_counts_orders_money_and_stock() {
         }
         for reach in ["10s", "8d"] {
             let (code, _, stderr) = call_with(&env.settings, &["forecast", "--next", reach]).await;
-            assert!(code == 1 && stderr.contains("ask for 1m to 7d"), "{stderr}");
+            assert!(code == 2 && stderr.contains("ask for 1m to 7d"), "{stderr}");
         }
     });
 }

@@ -252,7 +252,7 @@ async fn run_with_failures(secret: &Secret, settings: &Settings) {
         settings
     };
     let user = format!("shop:{}", secret.encoded());
-    let schedule = &["schedule", "--order-id", "1", "--in", "6s"][..];
+    let schedule = &["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "6s"][..];
     let unreachable = Some("127.0.0.1:1");
     let (wrong_password, no_broker) = (amqp(&format!("{user}x"), None), amqp(&user, unreachable));
     let mut no_database = settings.clone();
@@ -264,7 +264,7 @@ async fn run_with_failures(secret: &Secret, settings: &Settings) {
         (wrong_password, [&["setup"][..], &["worker"], schedule]),
         (no_broker, [&["setup"], &["parked", "retry", "--all", "--yes"], schedule]),
         (no_database, [&["setup"], &["worker"], &["parked", "list", "--json"]]),
-        (unknown_role, [&["setup"], &["worker"], &["close", "1"]]),
+        (unknown_role, [&["setup"], &["worker"], &["close", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c"]]),
     ] {
         for arguments in commands {
             let mut command = most_verbose(&settings, "human");

@@ -66,7 +66,7 @@ fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str)
     let removal = if object.starts_with("exchange") {
         "`rabbitmqadmin delete exchange`"
     } else {
-        "let it run empty, delete it with `rabbitmqctl delete_queue`"
+        "let it run empty, delete it with `rabbitmqctl delete_queue "
     };
     for part in [object, difference, "namespace", removal, "order-timeout setup"] {
         assert!(sentence.contains(part), "{sentence:?} lacks {part:?}");
