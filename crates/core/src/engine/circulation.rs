@@ -13,8 +13,8 @@ use crate::order::Timestamp;
 const EARLY_BY: Duration = Duration::from_millis(500);
 /// How many early returns in a row are ignored: the first may be due to a clock that was set back.
 const IGNORED_EARLY_RETURNS: u32 = 1;
-/// One token in this time.
-const TOKEN_EVERY: Duration = Duration::from_millis(100);
+/// One token in this time. An alarm of a coarse ring is published twice for it, because it comes back through the inbox.
+const TOKEN_EVERY: Duration = Duration::from_millis(200);
 /// Tokens that are saved up at most.
 const BURST: u32 = 10;
 /// The longest wait for a token: well below the broker's consumer_timeout.

@@ -71,7 +71,7 @@ fn circulating_alarms_are_rearmed_slowly() {
         }
         ms = engine.next_wakeup().map_or(ms + 10, |at| (at.unix_micros() / 1_000).max(ms + 10));
     }
-    assert!((500..=620).contains(&count), "{count} in a minute");
+    assert!((250..=320).contains(&count), "{count} in a minute");
     let why = engine.snapshot(at_ms(ms)).circulation.expect("they circulate");
     assert!(why.contains("message-ttl") && why.contains("max-length"), "{why}");
 }
@@ -80,9 +80,9 @@ fn circulating_alarms_are_rearmed_slowly() {
 fn waiting_alarms_are_rearmed_in_turn() {
     let mut engine = open_engine();
     deliver_circulating(&mut engine, 0..900, at_ms(0));
-    let rearmed: usize = (0..910).map(|step| rearmed(&mut engine, at_ms(step * 100)).len()).sum();
+    let rearmed: usize = (0..1_810).map(|step| rearmed(&mut engine, at_ms(step * 100)).len()).sum();
     assert_eq!((rearmed, engine.hold.len()), (900, 0));
-    assert_eq!(engine.snapshot(at_ms(90_000)).circulation, None);
+    assert_eq!(engine.snapshot(at_ms(181_000)).circulation, None);
 }
 
 #[test]
