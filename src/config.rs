@@ -60,7 +60,7 @@ pub struct Settings {
     pub log: LogSettings,
     /// The files with secrets that are named, by key. Not a setting: collected when settings are loaded.
     #[serde(skip)]
-    pub secret_files: Vec<(String, String)>,
+    pub(crate) secret_files: Vec<(String, String)>,
 }
 
 /// The section `database`, documented in `config/default.toml`.

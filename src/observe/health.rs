@@ -69,25 +69,13 @@ impl Report {
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let healthy = self.is_healthy.then(|| self.healthy.to_owned());
-        healthy.into_iter().chain(self.problems.iter().map(|problem| titled(problem, &problem.sentence()))).collect()
+        healthy.into_iter().chain(self.problems.iter().map(one_line)).collect()
     }
-}
-
-/// What is wrong, without its fix, as a line of `/readyz` begins.
-#[must_use]
-pub fn title(problem: &Problem) -> String {
-    titled(problem, &problem.what)
 }
 
 /// A server's error text may have several lines.
-fn titled(problem: &Problem, text: &str) -> String {
-    let kind = problem.kind.iter().map(|kind| format!("kind {kind}: ")).collect::<String>();
-    let (word, text) = (problem.cause.as_str(), sanitize::one_line(text));
-    match problem.cause {
-        Cause::Worker | Cause::Database | Cause::Broker => format!("{kind}{word}: {text}"),
-        Cause::Stalled | Cause::ClosingPaused => format!("{kind}{text}"),
-        _ => format!("degraded: {word}: {kind}{text}"),
-    }
+fn one_line(problem: &Problem) -> String {
+    sanitize::one_line(&problem.line()).into_owned()
 }
 
 /// When a loop last began an iteration.
@@ -455,7 +443,7 @@ mod tests {
             ]
         );
         let of_kind = ["database: a table is missing", "degraded: orders_contract: pages are not sorted"];
-        assert_eq!(health.problems_of(&kinds[1].kind).iter().map(title).collect::<Vec<_>>(), of_kind);
+        assert_eq!(health.problems_of(&kinds[1].kind).iter().map(Problem::title).collect::<Vec<_>>(), of_kind);
         assert!(health.problems_of(&kinds[0].kind).is_empty(), "the schema is about all kinds");
     }
 

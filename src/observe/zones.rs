@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn hour_that_comes_twice_is_no_other_zone() {
+    fn hour_that_comes_twice_is_no_fault() {
         let mut zones = ZoneComparison::default();
         let mut at = |minutes: i64, order: u32| {
             let by_alarm = Timestamp::from_unix_micros(1_800_000_000_000_000 + minutes * HOUR / 60);

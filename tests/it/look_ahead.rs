@@ -174,7 +174,7 @@ fn commands_say_that_there_is_no_broker() {
         let (code, stdout, _) = call_with(&settings, &["setup"]).await;
         assert_eq!(code, 0);
         assert!(stdout.contains("broker:   none, because delay.strategy is \"database\""), "{stdout}");
-        for command in [&["schedule", "order-1", "--in", "5s"][..], &["topology"]] {
+        for command in [&["schedule", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "5s"][..], &["topology"]] {
             let (code, _, stderr) = call_with(&settings, command).await;
             assert_eq!(code, 2, "{command:?}");
             assert!(stderr.contains("no alarms and no broker"), "{stderr}");

@@ -172,6 +172,28 @@ impl Problem {
         Self { kind: kind.cloned(), ..self }
     }
 
+    /// What is wrong, as a line of `/readyz` begins.
+    #[must_use]
+    pub fn title(&self) -> String {
+        self.titled(&self.what)
+    }
+
+    /// A line of `/readyz`.
+    #[must_use]
+    pub fn line(&self) -> String {
+        self.titled(&self.sentence())
+    }
+
+    fn titled(&self, text: &str) -> String {
+        let kind = self.kind.iter().map(|kind| format!("kind {kind}: ")).collect::<String>();
+        let word = self.cause.as_str();
+        match self.cause {
+            Cause::Worker | Cause::Database | Cause::Broker => format!("{kind}{word}: {text}"),
+            Cause::Stalled | Cause::ClosingPaused => format!("{kind}{text}"),
+            _ => format!("degraded: {word}: {kind}{text}"),
+        }
+    }
+
     /// What is wrong and how to fix it, in one sentence. The remedy of a cause is left out.
     #[must_use]
     pub fn sentence(&self) -> String {

@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
+use order_timeout_core::problem::Problem;
 
 use super::super::site::{Shared, View};
 use super::words::{lateness, number, shown};
-use crate::observe::health::title;
 use crate::observe::last_hour::{ClosedHour, read_as_one};
 use crate::operations::overview::OverdueOfKind;
 
@@ -75,7 +75,7 @@ fn closes(hour: &ClosedHour) -> Markup {
 }
 
 fn state(shared: &Shared, kind: &Kind, is_served: bool, of_kind: Option<&OverdueOfKind>) -> Markup {
-    let mut problems: Vec<String> = shared.pages.health.problems_of(kind).iter().map(title).collect();
+    let mut problems: Vec<String> = shared.pages.health.problems_of(kind).iter().map(Problem::title).collect();
     problems.extend(of_kind.and_then(|of| of.not_known.as_ref()).map(|why| format!("not known: {why}")));
     html! {
         @if !is_served { span { "not served by this worker" } }

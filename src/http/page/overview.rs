@@ -16,7 +16,6 @@ use super::plots;
 use super::words::{age, capitalised, count, lateness, moment, money, number, shown, with_code};
 use super::{due, kinds, pauses, providers, reminders, unresolved};
 use crate::observe::degraded::{Cause, Problem};
-use crate::observe::health::title;
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
@@ -80,7 +79,7 @@ fn problems(shared: &Shared) -> Vec<Problem> {
 
 /// What is wrong, and what to do about it.
 fn reason(problem: &Problem) -> Markup {
-    html! { li { (shown(&title(problem))) p.todo { (with_code(&capitalised(&problem.fix))) } } }
+    html! { li { (shown(&problem.title())) p.todo { (with_code(&capitalised(&problem.fix))) } } }
 }
 
 fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[Problem]) -> Markup {

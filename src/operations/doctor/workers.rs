@@ -180,9 +180,13 @@ async fn outboxes(settings: &Settings, database: &Database, checks: &mut Checks)
         Ok(now) => now,
         Err(error) => return checks.not_known(Cause::RelayStalled, one_line(&error)),
     };
-    // Without a broker, rows of alarm_outbox are kept for a broker that may come, and nothing waits for them.
-    let first = usize::from(!settings.delay.strategy.needs_broker());
-    for table in &["alarm_outbox", "event_outbox"][first..] {
+    // Without a broker, alarms are kept for one that may come, and events for a shop that reads the table itself.
+    let needs_broker = settings.delay.strategy.needs_broker();
+    let announces = !(settings.announce.webhook.is_empty() && settings.announce.notify.is_empty());
+    for (table, is_emptied) in [("alarm_outbox", needs_broker), ("event_outbox", needs_broker || announces)] {
+        if !is_emptied {
+            continue;
+        }
         match status::outbox(database, table, now).await {
             Ok(outbox) => judge_outbox(table, &outbox, checks),
             // Rights that are missing are named already.
@@ -273,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn sweep_is_over_after_a_while_without_closes() {
+    fn sweep_that_has_stopped_is_over() {
         let last_swept = Some(Timestamp::from_unix_micros(1_000_000));
         let (swept, closed) = (12, 12);
         let of = |ago_s, gap_s, closed_since| {

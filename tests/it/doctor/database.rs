@@ -106,9 +106,8 @@ const IN_SQL: [Broken; 16] = {
         ),
         broken(
             C::SlowOverdueQuery,
-            "INSERT INTO orders (id, expires_at)
-                 SELECT gen_random_uuid(), now() + interval '1 day' FROM generate_series(1, 40000);
-             SET CONSTRAINTS ALL IMMEDIATE;
+            "BEGIN; INSERT INTO orders (id, expires_at)
+                 SELECT gen_random_uuid(), now() + interval '1 day' FROM generate_series(1, 40000); COMMIT;
              DROP INDEX orders_unpaid_by_deadline;
              CREATE INDEX others ON orders (expires_at, id) WHERE status = 'unpaid' AND status = 'paid'",
             "reads",
