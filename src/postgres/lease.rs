@@ -74,9 +74,9 @@ impl Drop for Lease {
         let Some(mut connection) = self.connection.take() else { return };
         if self.closes {
             connection.close_on_drop();
-        } else if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        } else {
             // Dropped at its time limit, this future closes the connection and frees its place in the pool.
-            runtime.spawn(tokio::time::timeout(RETURN_TIMEOUT, connection.return_to_pool()));
+            tokio::spawn(tokio::time::timeout(RETURN_TIMEOUT, connection.return_to_pool()));
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
-//! clock, `lease.rs` lends connections, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
-//! `catalog.rs` and `survey.rs` describe a table of the shop's, `grants.rs` the rights that a mapping lacks, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
-//! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours,
-//! `operator.rs` names who asked for a change.
+//! clock, `lease.rs` lends connections, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the
+//! statements of an orders table, `catalog.rs` and `survey.rs` describe a table of the shop's, `grants.rs` the rights that a
+//! mapping lacks, `lock_holders.rs` what keeps a row, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
+//! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours, `operator.rs` names who asked for a change.
 //!
 //! Shared by the steps that run SQL; knows none of their statements.
 

@@ -196,9 +196,14 @@ fn alternate_exchange_policy_is_named() {
         ctl(&broker, &["set_policy", "lost", ".*", r#"{"alternate-exchange":"lost"}"#, "--apply-to", "exchanges"])
             .await;
         wait_until_named(&worker, "alternate_exchange", PROBED_WITHIN, "alternate-exchange").await;
-        env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-        wait_for("the queue declared again", async || ctl(&broker, &["list_queues", "name"]).await.contains(&lane))
-            .await;
+        // The objects are also declared again when the policy is found, so the first deletion may go unnoticed.
+        wait_for("the deleted queue named", async || {
+            env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            why(&worker, "topology").await.is_some_and(|why| why.contains(&format!("{lane:?}")))
+        })
+        .await;
+        wait_until_cured(&worker, "topology").await;
+        assert_eq!(env.depth(&lane).await, 0, "it exists");
         ctl(&broker, &["clear_policy", "lost"]).await;
         wait_until_cured(&worker, "alternate_exchange").await;
         worker.stop().await;

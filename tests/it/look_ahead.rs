@@ -1,6 +1,7 @@
 //! Orders close on time without alarms: with `delay.strategy = "database"`, which uses no broker at all, while the broker is
 //! unavailable, and while a flood keeps alarms from arriving.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use order_timeout::Settings;
@@ -161,7 +162,11 @@ fn flood_costs_no_punctuality() {
         publisher.schedule_all(orders.iter().map(|order| (order.order_id(), order.deadline))).await.unwrap();
         wait_for("the closes", async || env.closed().await == 21).await;
         probe.assert_on_time(&env).await;
-        assert!(closed_by(&env).await.contains(&("sweep".to_owned(), 1)), "read ahead, or by their alarms");
+        // An alarm may pass the flood; what it does not wake is read ahead, and nothing more is left to the sweep.
+        let by: HashMap<String, i64> = closed_by(&env).await.into_iter().collect();
+        let [swept, read_ahead, woken] =
+            ["sweep", "look_ahead", "alarm"].map(|path| by.get(path).copied().unwrap_or(0));
+        assert!(swept == 1 && read_ahead > woken && read_ahead + woken == 20, "{by:?}");
         env.assert_ledger().await;
         worker.stop().await;
     });
