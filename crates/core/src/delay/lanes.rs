@@ -17,7 +17,8 @@ use crate::setting::InvalidSetting;
 
 /// Each lane has up to 16 queues, and every queue costs the broker resources.
 const MAX_LANES: usize = 64;
-/// The bounds of the lane tolerance, which is half the lead: how far a delay may be from its lane's.
+/// The bounds of the lane tolerance, which is half the lead: how far a delay may be from its lane's. So two alarms of a lane
+/// differ by at most the lead, or by 200 ms: the most that one waits behind another.
 pub(super) const LANE_TOLERANCE: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(100)..=Duration::from_secs(1);
 /// Alarms leave a lane in steps of this length, each at most so much before its lead begins: fifty at once cost broker
