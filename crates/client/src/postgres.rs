@@ -272,8 +272,8 @@ pub async fn move_deadline_by(
 
 /// A [`Timestamp`] as a `timestamptz`, to bind to a statement of sqlx and to read from a row.
 ///
-/// It is sent and read as its number of microseconds. `infinity`, and a year that no calendar type can hold, are
-/// therefore ordinary, distant times.
+/// It is sent and read as its number of microseconds. `infinity`, at which sqlx's own types panic, and a year that no
+/// calendar type can hold are therefore ordinary, distant times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timestamptz(pub Timestamp);
 
