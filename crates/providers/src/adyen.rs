@@ -1,7 +1,9 @@
 //! Adyen: payment links (`PL…`) of the Checkout API, which can be read and expired.
 //!
-//! Sessions and single payments are not supported: decision 0071 says why. Read on 2026-11-27 in
-//! github.com/Adyen/adyen-openapi, `json/CheckoutService-v72.json`.
+//! Sessions and single payments are not supported. A session is read only with the `sessionResult` from the customer's
+//! browser, and that status is not updated; no call reads a payment by its reference; a cancel answers `received`, and its
+//! result comes in a webhook alone. Read on 2026-11-27 in github.com/Adyen/adyen-openapi,
+//! `json/CheckoutService-v72.json`.
 
 use hyper::Method;
 use hyper::header::HeaderName;

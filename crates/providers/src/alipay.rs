@@ -51,6 +51,7 @@ const ROWS: &[Row] = &[
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_FINISHED")], Meaning::Paid, QUERY),
     ok(ASK, &[SUCCESS, text(STATUS, "WAIT_BUYER_PAY")], Meaning::Open, QUERY),
     // One status for "closed unpaid" and for "refunded in full after it was paid": only the latter has a time of payment.
+    // Where it is missing after a refund, the order closes, and the customer has the money.
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_CLOSED"), field("/send_pay_date", Is::Given)], Meaning::Refunded, QUERY),
     ok(ASK, &[SUCCESS, text(STATUS, "TRADE_CLOSED"), field("/send_pay_date", Is::Missing)], Meaning::Closed, QUERY),
     ok(CANCEL, &[SUCCESS], Meaning::Closed, CLOSE),
