@@ -42,7 +42,8 @@ fn breaks_a_line(character: char) -> bool {
 
 /// Whether a character is invisible: control characters, line and paragraph separators, and what the Unicode Standard
 /// calls "default ignorable" (`DerivedCoreProperties.txt`, which includes the directional characters) or an invisible
-/// format character. Letters, marks, spaces, and emoji without a joiner or selector are not.
+/// format character. Letters, marks, spaces, and emoji without a joiner or selector are not. An id that looks like another
+/// one costs more than a flag that is not shown.
 #[must_use]
 pub fn is_hidden(character: char) -> bool {
     character.is_control()

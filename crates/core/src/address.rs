@@ -1,5 +1,7 @@
 //! Strict parsers for the addresses of the broker and the database: the host in an address is the host that is
-//! connected to, or the address is refused. The worker and the publishers read their settings with them.
+//! connected to, or the address is refused. The worker and the publishers read their settings with them, because the
+//! clients' own parsers guess: lapin takes an IPv6 address and a missing host for localhost, sqlx takes a missing port from
+//! the environment, and ignores an unknown parameter with a warning that shows its value.
 //!
 //! Pure. No default replaces an unreadable part, and no error repeats a part of an address: it may be a piece of a
 //! password.
