@@ -335,8 +335,8 @@ metrics! {
         "Claimed orders that this worker asks a payment provider about.";
     claimed_results: IntCounterVec = "order_timeout_claimed_results_total" { "outcome": CLAIMED_OUTCOMES },
         "Claimed orders that a statement tried to close, settle or postpone, by outcome; an order that is retried counts again.";
-    orders_swept: IntCounter = "order_timeout_orders_swept_total",
-        "Overdue orders that the sweep found and for which this worker had no alarm.";
+    closed_without_alarm: IntCounter = "order_timeout_orders_closed_without_alarm_total",
+        "Orders that the sweep or the look-ahead closed although a session was open and their alarms were to arrive in time.";
     orders_backed_off: IntGauge = "order_timeout_orders_backed_off",
         "Overdue orders that could not be closed and wait for a later retry.";
     oldest_overdue: Reading = "order_timeout_oldest_overdue_seconds",

@@ -60,7 +60,6 @@ pub(super) struct EventLoop {
 #[derive(Debug, Default)]
 struct Counted {
     early_returns: u64,
-    swept: u64,
     without_alarm: u64,
     in_time: u64,
 }
@@ -254,8 +253,7 @@ impl EventLoop {
         if missed + closed_in_time > 0 {
             self.sweep.closed(missed, closed_in_time, std::time::Instant::now());
         }
-        let (early_returns, swept) = (snapshot.early_returns, snapshot.swept);
-        self.counted = Counted { early_returns, swept, without_alarm, in_time };
+        self.counted = Counted { early_returns: snapshot.early_returns, without_alarm, in_time };
         were_any
     }
 
@@ -264,7 +262,7 @@ impl EventLoop {
         let metrics = &self.recorder.metrics;
         metrics.alarms_held.set(snapshot.held as i64);
         metrics.early_returns.inc_by(snapshot.early_returns - self.counted.early_returns);
-        metrics.orders_swept.inc_by(snapshot.swept - self.counted.swept);
+        metrics.closed_without_alarm.inc_by(snapshot.closed_without_alarm - self.counted.without_alarm);
         metrics.orders_asked_about.set(snapshot.asked_about as i64);
         metrics.orders_backed_off.set(snapshot.backed_off as i64);
         let overdue_for = snapshot.oldest_overdue.map_or(Duration::ZERO, |deadline| now.since(deadline));

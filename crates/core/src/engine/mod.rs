@@ -119,7 +119,6 @@ pub struct Engine {
     settlements: Vec<(Receipt, Settlement)>,
     /// The latest time that the engine was given.
     latest_time: Timestamp,
-    swept: u64,
     /// Whether the query for overdue orders has succeeded since it last failed.
     overdue_is_known: bool,
 }
@@ -156,7 +155,6 @@ impl Engine {
             parking: 0,
             settlements: Vec::new(),
             latest_time: Timestamp::from_unix_micros(i64::MIN),
-            swept: 0,
             overdue_is_known: false,
         }
     }
@@ -334,7 +332,6 @@ impl Engine {
             held: self.hold.len(),
             asked_about: self.closing.as_ref().map_or(0, Closing::len),
             early_returns: self.circulation.early_return_count(),
-            swept: self.swept,
             backed_off: self.sweep.backed_off(),
             oldest_overdue: self.sweep.oldest(),
             overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable() && !self.is_paused(),
@@ -672,7 +669,6 @@ impl Engine {
                 continue;
             }
             self.mark_in_flight(&key.0);
-            self.swept += 1;
             let item = WorkItem::new(alarm.into(), Origin::Swept);
             match last_try {
                 LastTry::None => self.ready.overdue.push(item, now),

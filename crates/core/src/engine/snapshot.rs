@@ -14,8 +14,6 @@ pub struct Snapshot<'a> {
     pub asked_about: usize,
     /// How often the broker has returned an alarm early so far.
     pub early_returns: u64,
-    /// Overdue orders that the sweep has picked up so far because this worker had no alarm for them.
-    pub swept: u64,
     /// Overdue orders that could not be closed and are backed off.
     pub backed_off: usize,
     /// The deadline of the oldest overdue order, as the last sweep found it; `None` if it found none.
