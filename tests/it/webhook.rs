@@ -45,17 +45,19 @@ struct State {
     received: Vec<Received>,
     /// What is answered to an event that contains this text; 0: nothing.
     statuses: HashMap<String, u16>,
+    /// How long the body of each answer is.
+    body_bytes: usize,
     is_closed: bool,
 }
 
 /// A receiver of events. Ends when dropped.
-struct Receiver {
+pub struct Receiver {
     address: SocketAddr,
     state: Arc<Mutex<State>>,
 }
 
 impl Receiver {
-    fn start() -> Self {
+    pub fn start() -> Self {
         Self::start_at("127.0.0.1:0".parse().unwrap())
     }
 
@@ -74,6 +76,10 @@ impl Receiver {
             }
         });
         Self { address, state }
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -120,21 +126,23 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     let mut body = vec![0; headers["content-length"].parse().unwrap()];
     reader.read_exact(&mut body)?;
     let body = String::from_utf8(body).unwrap();
-    let status = {
+    let (status, body_bytes) = {
         let mut state = state.lock().unwrap();
         let status = state.statuses.iter().find(|(text, _)| body.contains(*text)).map_or(204, |(_, status)| *status);
         state.received.push(Received { headers, body });
-        status
+        (status, state.body_bytes)
     };
     if status == 0 {
         // Until the client gives up.
         return reader.read_line(&mut line).map(drop);
     }
-    write!(&mut &*stream, "HTTP/1.1 {status} x\r\nlocation: /\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    let head =
+        format!("HTTP/1.1 {status} x\r\nlocation: /\r\ncontent-length: {body_bytes}\r\nconnection: close\r\n\r\n");
+    (&mut &*stream).write_all(&[head.as_bytes(), &vec![b' '; body_bytes]].concat())
 }
 
 /// Settings without a broker that announce to this address, and the file with their key.
-fn announcing_to(settings: &Settings, address: SocketAddr) -> (Settings, NamedTempFile) {
+pub fn announcing_to(settings: &Settings, address: SocketAddr) -> (Settings, NamedTempFile) {
     let key = NamedTempFile::new().unwrap();
     std::fs::write(key.path(), format!("whsec_{}\n", STANDARD.encode(KEY))).unwrap();
     let mut settings = without_broker(settings);
@@ -190,6 +198,24 @@ fn webhook_gets_each_signed_event_once() {
             }
             assert_eq!(event.headers["webhook-signature"], signature(event));
         }
+    });
+}
+
+#[test]
+fn status_decides_whatever_the_body_has() {
+    TestEnv::builder().run(async |env| {
+        let receiver = Receiver::start();
+        receiver.answer_with("order_id", 200);
+        receiver.state().body_bytes = 10 * 1024 * 1024;
+        let (settings, _key) = announcing_to(&env.settings, receiver.address);
+        let worker = RunningWorker::start(settings).await;
+        env.order(SECOND).await;
+        wait_for("the mark", async || {
+            env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await == 1
+        })
+        .await;
+        worker.stop().await;
+        assert_eq!(receiver.received().len(), 1);
     });
 }
 

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
-use hyper::body::Bytes;
+use hyper::body::{Bytes, Incoming};
 use hyper::header::{DATE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, USER_AGENT};
+use hyper::http::response::Parts;
 use hyper::{Method, Request, Uri};
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::{self, connect::HttpConnector};
@@ -30,6 +31,9 @@ use crate::{local_clock, retry_after, secret_file, strict_json};
 
 /// The longest answer that is read. A checkout session with all that is expanded here has about 20 kB.
 pub(crate) const LONGEST_ANSWER_BYTES: usize = 1024 * 1024;
+
+/// How long a body may take that is not used.
+const UNUSED_BODY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Load balancers close idle connections after a minute or more; well below it, so that few requests meet a closed one.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -121,13 +125,30 @@ impl Client {
     /// # Errors
     /// [`CallError`] for everything but a whole answer that may be in a provider's table.
     pub(crate) async fn send(&self, outgoing: Outgoing) -> Result<Reply, CallError> {
+        let request = self.in_turn(outgoing).await?;
+        self.in_time(self.exchange(request)).await
+    }
+
+    /// The same where the status decides: a body that is too long, slow or cut off changes nothing. The reply has none.
+    ///
+    /// # Errors
+    /// [`CallError`] as of [`Self::send`].
+    pub(crate) async fn send_for_status(&self, outgoing: Outgoing) -> Result<Reply, CallError> {
+        let request = self.in_turn(outgoing).await?;
+        let (head, body) = self.in_time(self.begin(request)).await?;
+        // So that the connection can be used again.
+        let _ = timeout(UNUSED_BODY_TIMEOUT, Limited::new(body, LONGEST_ANSWER_BYTES).collect()).await;
+        Ok(Reply { status: head.status.as_u16(), headers: head.headers, body: Bytes::new() })
+    }
+
+    async fn in_turn(&self, outgoing: Outgoing) -> Result<Request<Full<Bytes>>, CallError> {
         let turn = timeout(self.queue_timeout, self.rate.turn()).await;
         turn.map_err(|_| CallError::QueueFull(self.section.clone()))?;
-        let request = self.request(outgoing)?;
-        match timeout(self.timeout, self.exchange(request)).await {
-            Ok(reply) => reply,
-            Err(_) => Err(CallError::TimedOut(self.timeout)),
-        }
+        self.request(outgoing)
+    }
+
+    async fn in_time<T>(&self, answer: impl Future<Output = Result<T, CallError>>) -> Result<T, CallError> {
+        timeout(self.timeout, answer).await.unwrap_or(Err(CallError::TimedOut(self.timeout)))
     }
 
     fn request(&self, outgoing: Outgoing) -> Result<Request<Full<Bytes>>, CallError> {
@@ -142,7 +163,8 @@ impl Client {
         Ok(request)
     }
 
-    async fn exchange(&self, request: Request<Full<Bytes>>) -> Result<Reply, CallError> {
+    /// Sends the request and reads the answer up to its body.
+    async fn begin(&self, request: Request<Full<Bytes>>) -> Result<(Parts, Incoming), CallError> {
         let answer = self.inner.request(request).await.map_err(|error| connection_error(&error))?;
         let (head, body) = answer.into_parts();
         let status = head.status.as_u16();
@@ -151,15 +173,19 @@ impl Client {
             retry_after::pause(header(RETRY_AFTER)?, header(DATE), local_clock::now())
         };
         match status {
-            300..400 => return Err(CallError::Redirected(status)),
-            429 => return Err(CallError::Throttled { retry_after: pause() }),
-            500.. => return Err(CallError::Failed { status, retry_after: pause() }),
-            _ => {}
+            300..400 => Err(CallError::Redirected(status)),
+            429 => Err(CallError::Throttled { retry_after: pause() }),
+            500.. => Err(CallError::Failed { status, retry_after: pause() }),
+            _ => Ok((head, body)),
         }
+    }
+
+    async fn exchange(&self, request: Request<Full<Bytes>>) -> Result<Reply, CallError> {
+        let (head, body) = self.begin(request).await?;
         let body = Limited::new(body, LONGEST_ANSWER_BYTES).collect().await.map_err(|error| {
             if error.is::<LengthLimitError>() { CallError::TooLong(LONGEST_ANSWER_BYTES) } else { CallError::Cut }
         })?;
-        Ok(Reply { status, headers: head.headers, body: body.to_bytes() })
+        Ok(Reply { status: head.status.as_u16(), headers: head.headers, body: body.to_bytes() })
     }
 }
 

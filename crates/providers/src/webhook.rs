@@ -158,7 +158,7 @@ impl Webhook {
             Ok(outgoing) => outgoing,
             Err(fault) => return (Err(refused(&fault, None)), true),
         };
-        match self.client.send(outgoing).await {
+        match self.client.send_for_status(outgoing).await {
             Ok(reply) if (200..300).contains(&reply.status) => (Ok(()), true),
             Ok(reply) => {
                 let pause = reply
