@@ -19,12 +19,14 @@ pub struct SetupArgs {
     json: bool,
 }
 
-async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()> {
+/// Returns why the broker may not keep what was declared.
+async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<Option<String>> {
     let connection = connect::connect(&settings.amqp, "setup").await?;
     topology.declare(&connection).await?;
     let another = connect::require_another_connection(&settings.amqp, &connection).await;
     connect::close(&connection, settings.amqp.connect_timeout).await;
-    another.map_err(|fault| anyhow!("all exchanges, queues and bindings are declared, but {fault}"))
+    another.map_err(|fault| anyhow!("all exchanges, queues and bindings are declared, but {fault}"))?;
+    Ok(connect::server(&settings.amqp).await.ok().and_then(|server| server.why_unsuitable()))
 }
 
 /// # Errors
@@ -40,9 +42,10 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
     }
     shop_settings::write(&Database::connect(&settings.database, 1).await?, &settings.orders).await?;
     let topology = settings.delay.strategy.needs_broker().then(|| settings.topology());
+    let mut notes: Vec<String> = settings.delay.strategy.deprecation().map(Into::into).into_iter().collect();
     if let Some(topology) = &topology {
         let declared = declare(topology, &settings).await;
-        declared.map_err(|fault| anyhow!("{fault}; the database is set up"))?;
+        notes.extend(declared.map_err(|fault| anyhow!("{fault}; the database is set up"))?);
     }
     let mut answer = CommandOutcome::default();
     if args.json {
@@ -64,9 +67,7 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
         )),
         None => answer.line("broker:   none, because delay.strategy is \"database\""),
     }
-    if let Some(why) = settings.delay.strategy.deprecation() {
-        answer.line(format!("note:     {why}"));
-    }
+    notes.iter().for_each(|why| answer.line(format!("note:     {why}")));
     Ok(answer)
 }
 

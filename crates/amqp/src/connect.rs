@@ -138,6 +138,20 @@ pub struct Server {
     pub version: String,
 }
 
+impl Server {
+    /// Why our queues may not be kept as they were declared, unless this is RabbitMQ: others ignore arguments that they do not know.
+    #[must_use]
+    pub fn why_unsuitable(&self) -> Option<String> {
+        let name = format!("{} {}", self.product, self.version);
+        (self.product != "RabbitMQ").then(|| {
+            format!(
+                "the broker calls itself {:?}, and order-timeout needs RabbitMQ: others need not keep quorum queues and at-least-once dead-lettering",
+                name.trim()
+            )
+        })
+    }
+}
+
 /// Asks the broker what it is. lapin keeps that to itself.
 ///
 /// # Errors

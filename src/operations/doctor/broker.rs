@@ -42,12 +42,7 @@ pub(super) async fn examine(
         Ok(connection) => {
             match connect::server(&settings.amqp).await {
                 Ok(server) => {
-                    judge_version(&server, settings.delay.strategy, checks);
-                    if server.product != "RabbitMQ" {
-                        // Others ignore arguments that they do not know, and declare the queue.
-                        let why = format!("the broker calls itself {:?}, which need not keep them", server.product);
-                        checks.not_known(Cause::Topology, why);
-                    }
+                    judge_server(&server, settings.delay.strategy, checks);
                 }
                 Err(fault) => checks.not_known(Cause::BrokerVersion, fault.to_string()),
             }
@@ -103,16 +98,15 @@ async fn over_amqp(
     }
 }
 
-/// What the version means for our queues (docs/operating/deploy.md).
-fn judge_version(server: &Server, strategy: Strategy, checks: &mut Checks) {
-    let Server { product, version } = server;
+/// What the product and its version mean for our queues (docs/operating/deploy.md).
+fn judge_server(server: &Server, strategy: Strategy, checks: &mut Checks) {
+    if let Some(why) = server.why_unsuitable() {
+        return checks.skip(&[Cause::BrokerVersion, Cause::Topology], &why);
+    }
+    let version = &server.version;
     let mut parts = version.split(['.', '-', '+']).map_while(|part| part.parse::<u32>().ok());
-    let Some(number) = parts.next().zip(parts.next()).filter(|_| product == "RabbitMQ") else {
-        let name = format!("{product} {version}");
-        return checks.not_known(
-            Cause::BrokerVersion,
-            format!("the broker calls itself {:?}, and only RabbitMQ has been tried", name.trim()),
-        );
+    let Some(number) = parts.next().zip(parts.next()) else {
+        return checks.not_known(Cause::BrokerVersion, format!("RabbitMQ calls its version {version:?}"));
     };
     if number < (3, 10) {
         return checks.error(
@@ -363,13 +357,13 @@ fn judge_readers(vhost: &str, kind: &Kind, live: &[RegisteredWorker], queues: &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operations::doctor::Verdict;
+    use crate::operations::doctor::{CHECKED, Verdict};
 
     fn verdict(version: &str, strategy: Strategy) -> Verdict {
         let server = Server { product: "RabbitMQ".into(), version: version.into() };
         let mut checks = Checks::default();
-        judge_version(&server, strategy, &mut checks);
-        checks.report(&[]).checks.remove(0).verdict
+        judge_server(&server, strategy, &mut checks);
+        checks.report(&CHECKED).checks.into_iter().find(|check| check.cause == Cause::BrokerVersion).unwrap().verdict
     }
 
     #[test]
@@ -382,6 +376,17 @@ mod tests {
             assert!(what.starts_with(&format!("RabbitMQ {version}")), "{what}");
         }
         assert!(!is_error(verdict("4.2.0", Strategy::DelayedExchange)));
+    }
+
+    #[test]
+    fn queues_of_other_products_are_not_known() {
+        let server = Server { product: "LavinMQ".into(), version: "2.1.0".into() };
+        let mut checks = Checks::default();
+        judge_server(&server, Strategy::DeadLetter, &mut checks);
+        let report = checks.report(&CHECKED);
+        let is_named = |verdict: &Verdict| matches!(verdict, Verdict::NotKnown { what } if what.contains("\"LavinMQ 2.1.0\", and order-timeout needs RabbitMQ"));
+        let not_known = report.checks.iter().filter(|check| is_named(&check.verdict)).map(|check| check.cause);
+        assert!(not_known.eq([Cause::BrokerVersion, Cause::Topology]), "{report:?}");
     }
 
     #[test]
