@@ -76,6 +76,7 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     postgres::require_migrated(&database).await?;
     refuse_while_paused(&database, args).await?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
+    orders_statements::require_attempts_are_asked_about(&database, &args.of.kind, &statements.close).await?;
     let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let operator = args.operator.operator(Uuid::now_v7());
     let EachClosed { findings, tried, paused } = match args.although_paused {
@@ -157,6 +158,7 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
     }
     bulk.ask()?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
+    orders_statements::require_attempts_are_asked_about(&database, &args.of.kind, &statements.close).await?;
     let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
     let unless_paused = (!args.although_paused).then_some(&args.of.kind);

@@ -1,7 +1,7 @@
 //! The statements of the orders contract that are in effect: ours, the shop's own from files, or rendered from a
 //! mapping.
 //!
-//! Looks the mapped tables up in the catalog; runs no statement.
+//! Looks the mapped tables up in the catalog; runs none of these statements.
 
 use order_timeout_core::kind::Kind;
 use serde::Serialize;
@@ -11,6 +11,7 @@ use crate::config::kinds::{self, OrdersOf};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::{MappingError, Questions, Rendered, render};
+use crate::postgres::attempts;
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::contract::StatementSource;
 use crate::postgres::grants;
@@ -110,10 +111,43 @@ pub async fn statements(
 pub async fn require_readable_files(settings: &Settings, kind: &Kind) -> Result<(), DatabaseError> {
     if let Some(OrdersOf::Statements { close_sql, overdue_sql }) = settings.orders_of(kind) {
         let OrdersStatements { close, overdue, .. } = of_files(kind, close_sql, overdue_sql);
-        close.require_readable().await?;
-        overdue.require_readable().await?;
+        close.text().await?;
+        overdue.text().await?;
     }
     Ok(())
+}
+
+/// What a close statement reads that leaves such orders to a worker that can ask.
+const GUARDS: [&str; 2] = ["orders_to_ask_about", "payment_attempts"];
+
+/// Refuses to close orders of the default kind by a statement that does not look at attempts to pay while some may bring
+/// money: only the default close statement leaves such an order until its provider was asked.
+///
+/// # Errors
+/// [`DatabaseError`] says how many there are and what to do; or that they cannot be read.
+pub async fn require_attempts_are_asked_about(
+    database: &Database,
+    kind: &Kind,
+    close: &StatementSource,
+) -> Result<(), DatabaseError> {
+    let name = match close {
+        StatementSource::Rendered { name, .. } if kind.is_default() => name.clone(),
+        StatementSource::File { path, .. } if kind.is_default() => {
+            let text = close.text().await?;
+            if GUARDS.iter().any(|guard| text.contains(guard)) {
+                return Ok(());
+            }
+            format!("orders.close_sql ({path})")
+        }
+        _ => return Ok(()),
+    };
+    let count = attempts::count_open(database).await;
+    match count.map_err(|error| DatabaseError(format!("payment_attempts cannot be read: {}", one_line(&error))))? {
+        0 => Ok(()),
+        attempts => Err(DatabaseError(format!(
+            "{name} would close orders without asking their payment providers: payment_attempts has {attempts} rows that may bring money; leave out what orders_to_ask_about returns, as sql/close.sql does, or set their state to closed once the providers take no payment for them"
+        ))),
+    }
 }
 
 fn of_default_tables() -> OrdersStatements {

@@ -47,14 +47,15 @@ pub enum StatementSource {
 }
 
 impl StatementSource {
-    /// Reads the file, if it is one.
+    /// The text of the file, or of the mapping's statement; empty for ours.
     ///
     /// # Errors
     /// [`DatabaseError`] names the setting and the file.
-    pub async fn require_readable(&self) -> Result<(), DatabaseError> {
+    pub async fn text(&self) -> Result<String, DatabaseError> {
         match self {
-            Self::File { path, setting: Some(setting) } => read_statement(setting, path).await.map(drop),
-            Self::File { .. } | Self::Default | Self::Rendered { .. } => Ok(()),
+            Self::File { path, setting } => read_statement(setting.as_deref().unwrap_or("the statement"), path).await,
+            Self::Rendered { sql, .. } => Ok(sql.clone()),
+            Self::Default => Ok(String::new()),
         }
     }
 }

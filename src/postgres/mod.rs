@@ -8,6 +8,7 @@
 //! Shared by the steps that run SQL; knows none of their statements.
 
 pub mod adoption;
+pub mod attempts;
 pub mod catalog;
 mod clock;
 pub mod closing_minutes;

@@ -382,6 +382,7 @@ async fn by_statements(settings: &Settings, kind: &Kind, database: &Database) ->
     // And one for reading the clock while all closers are busy.
     let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
     let statements = orders_statements::statements(database, settings, kind).await?;
+    orders_statements::require_attempts_are_asked_about(database, kind, &statements.close).await?;
     let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
     let most_at_once = closer.most_at_once().await;
     let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;

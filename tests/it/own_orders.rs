@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use order_timeout::effects::close::Closer;
 use order_timeout::effects::sweep::Sweeper;
+use order_timeout::operations::doctor::{Options, examine};
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
+use order_timeout::{Settings, Worker};
 use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::process::{call_with, order_timeout, run};
 use order_timeout_testkit::{TestEnv, wait_for};
@@ -24,6 +26,34 @@ fn example(name: &str) -> String {
 
 async fn states(env: &TestEnv) -> Vec<(i64, String)> {
     sqlx::query_as("SELECT id, state FROM public.purchases ORDER BY id").fetch_all(&env.pool).await.unwrap()
+}
+
+/// Only the default close statement leaves orders that a provider must be asked about to a worker that can ask.
+#[test]
+fn statement_that_ignores_attempts_is_refused() {
+    let adjust = |settings: &mut Settings| {
+        settings.orders.close_sql = example("close.sql");
+        settings.orders.overdue_sql = example("overdue.sql");
+    };
+    TestEnv::builder().settings(adjust).run(async |env| {
+        sqlx::raw_sql(SCHEMA).execute(&env.pool).await.unwrap();
+        let attempt = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency) VALUES ('card', 'r', '1', 1, 'EUR')";
+        sqlx::raw_sql(attempt).execute(&env.pool).await.unwrap();
+        let says = "own_orders/close.sql) would close orders without asking their payment providers: payment_attempts has 1 rows";
+        let fault = Worker::start(env.settings.clone()).await.map(drop).unwrap_err().to_string();
+        assert!(fault.contains(says), "{fault}");
+        let report = examine(&env.settings, &Options::default()).await;
+        assert!(report.problems().any(|problem| problem.what.contains(says)), "{report:?}");
+        let (code, _, stderr) = call_with(&env.settings, &["close", "1"]).await;
+        assert!(code == 1 && stderr.contains(says), "{stderr}");
+
+        let mut settings = env.settings.clone();
+        settings.orders.close_sql = format!("{}/sql/close.sql", env!("CARGO_MANIFEST_DIR"));
+        settings.orders.overdue_sql = format!("{}/sql/overdue.sql", env!("CARGO_MANIFEST_DIR"));
+        Worker::start(settings).await.map(drop).expect("this one leaves them out");
+        sqlx::raw_sql("UPDATE payment_attempts SET state = 'closed'").execute(&env.pool).await.unwrap();
+        Worker::start(env.settings.clone()).await.map(drop).expect("no attempt may bring money");
+    });
 }
 
 #[test]

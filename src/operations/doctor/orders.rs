@@ -31,6 +31,7 @@ pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kin
     }
     let prepared = async {
         let statements = orders_statements::statements(database, settings, kind).await?;
+        orders_statements::require_attempts_are_asked_about(database, kind, &statements.close).await?;
         let closer = Closer::prepare(WarmConnections::new(database.clone()), statements.close.clone()).await?;
         let sweeper = Sweeper::prepare(database.clone(), statements.overdue.clone()).await?;
         Ok::<_, DatabaseError>((statements, closer, sweeper))
