@@ -28,6 +28,8 @@ pub(super) struct Facts<'a> {
     pub live_workers: Option<usize>,
     pub alarms: Option<&'a [AlarmRow]>,
     pub parked: Option<&'a [ParkedRow]>,
+    /// When it was closed, if its history says so.
+    pub closed_in_history: Option<&'a str>,
     /// The pauses that last and apply to its kind.
     pub pauses: Option<&'a [Pause]>,
     pub claim: Option<&'a ClaimRow>,
@@ -91,6 +93,11 @@ pub enum OverdueCause {
         reason: String,
         /// One sentence.
         detail: String,
+    },
+    /// Its history has a close already, and admits no second one.
+    ClosedInHistory {
+        /// RFC 3339.
+        at: String,
     },
     /// Its deadline has only just passed.
     Recent,
@@ -174,6 +181,7 @@ impl fmt::Display for OverdueCause {
                 write!(f, "{} holds a lock on {what}; it is closed when that ends", named(holders))
             }
             Self::Parked { reason, detail } => write!(f, "its alarm was parked as {reason}, because {detail}"),
+            Self::ClosedInHistory { at } => write!(f, "order_events says that it was closed at {at}, which its row does not, and admits no second close"),
             Self::Recent => f.write_str("it is closed within a second or two"),
             Self::NotVisible => f.write_str(
                 "no cause is visible in the database; `order-timeout close ID` tries to close it and says what is wrong, and the workers' logs name orders that cannot be closed",
@@ -221,6 +229,9 @@ fn why_overdue(facts: &Facts<'_>, deadline: Timestamp) -> OverdueCause {
     let holders = facts.holders.unwrap_or_default();
     if facts.is_locked == Some(true) {
         return OverdueCause::Locked(holders.to_vec());
+    }
+    if let Some(at) = facts.closed_in_history {
+        return OverdueCause::ClosedInHistory { at: at.to_owned() };
     }
     if let Some(parked) = facts.parked.and_then(<[ParkedRow]>::last) {
         return OverdueCause::Parked { reason: parked.reason.clone(), detail: parked.detail.clone() };
@@ -282,6 +293,9 @@ pub(super) fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
             OverdueCause::Parked { .. } => {
                 "remove the cause that it was parked for; the sweep then closes the order, and `order-timeout parked drop` removes the parked alarm"
             }
+            OverdueCause::ClosedInHistory { .. } => {
+                "find out who wrote that row; if the order was not closed, DELETE FROM order_events WHERE event = 'closed' AND order_id = 'ID'; then it is closed"
+            }
             OverdueCause::Recent => "wait a second and ask again",
             OverdueCause::NotVisible if status.is_none() => {
                 "`order-timeout close ID` tries to close it and says what is wrong; check that your close statement and your overdue statement agree"
@@ -316,6 +330,7 @@ mod tests {
             live_workers: Some(1),
             alarms: Some(&[]),
             parked: Some(&[]),
+            closed_in_history: None,
             pauses: None,
             claim: None,
         }
@@ -353,6 +368,7 @@ mod tests {
         };
         assert!(why(&|facts| facts.live_workers = Some(0)).contains("start one"));
         assert!(why(&|facts| facts.is_locked = Some(true)).contains("held a lock"));
+        assert!(why(&|facts| facts.closed_in_history = Some("then")).contains("order_events says"));
         let holders = [idle(), prepared()];
         let named = why_open(&Facts { holders: Some(&holders), ..facts(&row) }).unwrap().to_string();
         assert!(named.contains("pid 4711 (reports of role shop, idle in transaction) since 2026-"), "{named}");
@@ -373,6 +389,7 @@ mod tests {
             (overdue(OverdueCause::NoWorker), "order-timeout worker"),
             (overdue(OverdueCause::Locked(vec![idle()])), "SELECT pg_terminate_backend(4711)"),
             (overdue(OverdueCause::Locked(vec![prepared()])), "ROLLBACK PREPARED 'it''s'"),
+            (overdue(OverdueCause::ClosedInHistory { at: String::new() }), "DELETE FROM order_events"),
             (overdue(parked), "parked drop"),
             (overdue(OverdueCause::NotVisible), "close ID"),
         ] {

@@ -220,8 +220,20 @@ pub async fn show(
         };
         let holders = holders.as_deref();
         let (alarms, parked, pauses) = (alarms.as_deref(), parked.as_deref(), paused.as_deref());
+        let closed_in_history = history.iter().flatten().find(|row| row.event == "closed").map(|row| &*row.at);
         let claim = claim.as_ref();
-        open_cause = why_open(&Facts { now, row, is_locked, holders, live_workers, alarms, parked, pauses, claim });
+        open_cause = why_open(&Facts {
+            now,
+            row,
+            is_locked,
+            holders,
+            live_workers,
+            alarms,
+            parked,
+            closed_in_history,
+            pauses,
+            claim,
+        });
     }
     Ok(OrderStory {
         kind: kind.clone(),
