@@ -14,7 +14,9 @@ CREATE TABLE order_timeout_workers (
     started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     last_seen  timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- The workers of a kind share the orders that they read ahead.
-    kinds      text[] NOT NULL
+    kinds      text[] NOT NULL,
+    -- What its /readyz says that only a running worker can find, for `order-timeout doctor`.
+    problems   jsonb NOT NULL DEFAULT '[]'
 );
 
 -- The orders tables on which a worker may close, even many orders that are overdue already. A worker that starts on a

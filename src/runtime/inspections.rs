@@ -187,7 +187,7 @@ impl Registering {
 
     async fn turn(&mut self, draining: bool) {
         let active = if draining { BTreeSet::new() } else { self.active_kinds.names() };
-        match self.registration.register(&active).await {
+        match self.registration.register(&active, self.recorder.health.is_ready().problems).await {
             Ok(registered) => {
                 let disagreement = registered.disagreement.clone().into_iter().collect();
                 self.recorder.problems(Cause::WorkersDisagree, None, disagreement);

@@ -11,8 +11,10 @@ use lapin::types::{AMQPValue, FieldArray, FieldTable, LongString};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
+use order_timeout::operations::doctor::{Options, examine};
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::kind::Kind;
+use order_timeout_core::problem::Cause;
 use order_timeout_testkit::away::consumers;
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
@@ -136,8 +138,16 @@ fn orders_without_alarms_are_named() {
                 .is_some_and(|why| why.contains("schedule an alarm for every order"))
         })
         .await;
+        assert!(Figures::of(&worker).await.get("orders_closed_without_alarm_total") >= 3.0);
+        // The worker tells it; the sweep alone has closed too few. It ends there as it does here.
+        let is_found = async || {
+            let report = examine(&env.settings, &Options::default()).await;
+            report.problems().any(|problem| problem.cause == Cause::AlarmsNotArriving)
+        };
+        wait_within(NAMED_WITHIN, "the doctor's warning", is_found).await;
         let ordering = keep_ordering(&env, Duration::from_secs(1));
         wait_until_cured(&worker, "alarms_not_arriving").await;
+        wait_within(NAMED_WITHIN, "no warning of the doctor", async || !is_found().await).await;
         ordering.abort();
         worker.stop().await;
     });

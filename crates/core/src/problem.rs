@@ -3,14 +3,14 @@
 //! Pure. A worker's `/readyz`, `order-timeout doctor`, `setup` and the page all print problems; none of them reads what
 //! another has printed.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::kind::Kind;
 
 macro_rules! causes {
     ($($(#[$doc:meta])* $name:ident = $word:literal: $why:literal,)*) => {
         /// Why something is wrong. The word is the metric's label, and appears in `/readyz`, in the log and in reports.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
         pub enum Cause {
             $($(#[$doc])* #[serde(rename = $word)] $name,)*
         }
@@ -123,7 +123,7 @@ impl Cause {
             Self::Database => "Start the database, or correct `database.url`. No order is closed until then and none is lost: what is due is closed as soon as the database is back.".to_owned(),
             Self::Broker => "Start the broker, or correct `amqp.url`. Until then workers read deadlines from the database, so orders are closed on time; events wait.".to_owned(),
             Self::ProviderAway => "Check that the payment provider answers, and its settings. It is asked again by itself; its orders stay unclosed until then, with their stock reserved.".to_owned(),
-            Self::ClosingPaused => "Remove the cause for which closing was paused, then `order-timeout resume --who NAME --reason TEXT`.".to_owned(),
+            Self::ClosingPaused => "Remove the cause for which closing was paused, then `order-timeout resume --who NAME --why TEXT`.".to_owned(),
             Self::NoWorker => "Start one: `order-timeout worker`.".to_owned(),
             Self::Worker | Self::Stalled => "Wait; if it lasts, read the worker's log and restart it.".to_owned(),
             cause => format!("docs/operating/troubleshoot.md, \"Degraded\", says what to do about `{}`.", cause.as_str()),
@@ -132,12 +132,12 @@ impl Cause {
 }
 
 /// Something that is wrong.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// Its name.
     pub cause: Cause,
     /// The kind that it is about; `None` for all of a deployment.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<Kind>,
     /// One sentence without a full stop.
     pub what: String,

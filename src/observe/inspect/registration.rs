@@ -17,7 +17,7 @@ use crate::config::kinds::OrdersOf;
 use crate::postgres::Database;
 
 /// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3`
-/// pid, `$4` version, `$5` namespace, `$6` delays, `$7` kinds. A worker that has not been seen for ten seconds, three of its
+/// pid, `$4` version, `$5` namespace, `$6` delays, `$7` kinds, `$8` problems. A worker that has not been seen for ten seconds, three of its
 /// heartbeats, has ended.
 const REGISTER: &str = "
 WITH gone AS (
@@ -26,9 +26,9 @@ WITH gone AS (
         WHERE last_seen < clock_timestamp() - interval '1 minute' AND id <> $1 FOR UPDATE SKIP LOCKED)
 ),
 here AS (
-    INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds)
-    VALUES ($1, $2, $3, $4, $5, $6, $7)
-    ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7
+    INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds, problems)
+    VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
+    ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7, problems = $8
 )
 SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
@@ -37,6 +37,22 @@ WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY star
 const LIVE: &str = "
 SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
+
+/// What the live workers of the namespace `$1` say, by host and pid.
+const TOLD: &str = "
+SELECT host, pid, problems FROM order_timeout_workers
+WHERE namespace = $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
+
+/// What only a running worker can find.
+pub const FOUND_BY_WORKERS: [Cause; 7] = [
+    Cause::TimeZone,
+    Cause::KindNotStarted,
+    Cause::Reminders,
+    Cause::AlarmsNotArriving,
+    Cause::SlotNotConfirming,
+    Cause::AlarmsCirculate,
+    Cause::UnreadableMessage,
+];
 
 /// The settings of a worker that must agree, by name.
 type Delays = BTreeMap<String, String>;
@@ -108,11 +124,17 @@ impl Registration {
         Self { database, own, kinds: settings.all_kinds(), expected: settings.served_kinds() }
     }
 
-    /// Registers this worker, or renews its registration. `active`: the kinds whose engines run now.
+    /// Registers this worker, or renews its registration. `active`: the kinds whose engines run now. Of `problems`, those
+    /// that only a worker can find are written.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn register(&self, active: &BTreeSet<Kind>) -> Result<Registered, sqlx::Error> {
+    pub async fn register(
+        &self,
+        active: &BTreeSet<Kind>,
+        mut problems: Vec<Problem>,
+    ) -> Result<Registered, sqlx::Error> {
+        problems.retain(|problem| FOUND_BY_WORKERS.contains(&problem.cause));
         let own = Entry { kinds: active.iter().map(Kind::to_string).collect(), ..self.own.clone() };
         let register = sqlx::query(REGISTER)
             .bind(self.own.id)
@@ -121,7 +143,8 @@ impl Registration {
             .bind(env!("CARGO_PKG_VERSION"))
             .bind(&self.own.namespace)
             .bind(Json(&self.own.delays))
-            .bind(&own.kinds);
+            .bind(&own.kinds)
+            .bind(Json(problems));
         let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
         let (kinds, expected) = (self.kinds.clone(), self.expected.clone());
@@ -137,6 +160,25 @@ impl Registration {
         let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
         Ok(disagreement(&self.own, &others))
+    }
+
+    /// What live workers of this namespace have found, each problem once.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn found_by_workers(&self) -> Result<Vec<Problem>, sqlx::Error> {
+        let select = sqlx::query_as(TOLD).bind(&self.own.namespace);
+        let workers: Vec<(String, i32, Json<Vec<serde_json::Value>>)> =
+            self.database.run(async |connection| select.fetch_all(connection).await).await?;
+        let mut found = BTreeMap::new();
+        for (host, pid, Json(problems)) in workers {
+            // Another version may know other causes.
+            for problem in problems.into_iter().filter_map(|value| serde_json::from_value::<Problem>(value).ok()) {
+                let what = format!("{} (host {host}, pid {pid})", problem.what);
+                found.entry((problem.cause, problem.kind.clone())).or_insert(Problem { what, ..problem });
+            }
+        }
+        Ok(found.into_values().collect())
     }
 
     /// Removes the registration of a worker that stops.

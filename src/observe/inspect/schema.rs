@@ -65,7 +65,7 @@ const ALWAYS: &[Table] = &[
     Table {
         name: "order_timeout_workers",
         migration: "20261129100300_workers_pauses_and_counts.sql",
-        columns: &["id", "host", "pid", "namespace", "kinds", "delays", "started_at", "last_seen"],
+        columns: &["id", "host", "pid", "namespace", "kinds", "delays", "problems", "started_at", "last_seen"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {

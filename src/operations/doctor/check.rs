@@ -6,8 +6,8 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::problem::{Cause, Problem};
 use serde::{Serialize, Serializer};
 
-/// What the doctor looks at, in the order of reports. The others only a running worker can find.
-pub const CHECKED: [Cause; 30] = {
+/// What the doctor looks at, in the order of reports.
+pub const CHECKED: [Cause; 35] = {
     use Cause as C;
     [
         C::SecretFiles,
@@ -25,11 +25,13 @@ pub const CHECKED: [Cause; 30] = {
         C::NoWorker,
         C::ClosingPaused,
         C::OrdersOverdue,
+        C::KindNotStarted,
         C::KindNotServed,
         C::WorkersDisagree,
         C::OutboxUnreadable,
         C::RelayStalled,
         C::EventsRefused,
+        C::Reminders,
         C::ParkedAlarms,
         C::ProviderAway,
         C::AlarmsNotArriving,
@@ -40,6 +42,9 @@ pub const CHECKED: [Cause; 30] = {
         C::AlternateExchange,
         C::ForeignConsumers,
         C::BrokerPolicy,
+        C::SlotNotConfirming,
+        C::AlarmsCirculate,
+        C::UnreadableMessage,
     ]
 };
 
@@ -176,8 +181,9 @@ impl Checks {
         self.0.iter().any(|check| check.cause == cause && check.problem().is_some())
     }
 
-    /// The report on these checks. What was found counts more than what is not known.
+    /// The report on these checks. What was found counts more than what is not known; what was not to be looked at is left out.
     pub fn report(mut self, made: &[Cause]) -> Report {
+        self.0.retain(|check| made.contains(&check.cause) || !matches!(check.verdict, Verdict::NotKnown { .. }));
         for cause in made {
             if !self.0.iter().any(|check| check.cause == *cause) {
                 self.note(*cause, Verdict::Ok { what: None });

@@ -15,7 +15,7 @@ use crate::postgres::{self, Database, DatabaseError, one_line};
 const OLDEST_VERSION: i32 = 130_000;
 
 /// Checks that need a connection.
-const CONNECTED: [Cause; 17] = {
+const CONNECTED: [Cause; 22] = {
     use Cause as C;
     [
         C::DatabaseVersion,
@@ -29,16 +29,21 @@ const CONNECTED: [Cause; 17] = {
         C::FirstBacklog,
         C::NoWorker,
         C::OrdersOverdue,
+        C::KindNotStarted,
         C::KindNotServed,
         C::WorkersDisagree,
         C::OutboxUnreadable,
         C::RelayStalled,
+        C::Reminders,
         C::ParkedAlarms,
         C::AlarmsNotArriving,
+        C::SlotNotConfirming,
+        C::AlarmsCirculate,
+        C::UnreadableMessage,
     ]
 };
 /// Those among them that need our tables.
-const MIGRATED: [Cause; 14] = {
+const MIGRATED: [Cause; 19] = {
     use Cause as C;
     [
         C::DatabaseRights,
@@ -49,12 +54,17 @@ const MIGRATED: [Cause; 14] = {
         C::FirstBacklog,
         C::NoWorker,
         C::OrdersOverdue,
+        C::KindNotStarted,
         C::KindNotServed,
         C::WorkersDisagree,
         C::OutboxUnreadable,
         C::RelayStalled,
+        C::Reminders,
         C::ParkedAlarms,
         C::AlarmsNotArriving,
+        C::SlotNotConfirming,
+        C::AlarmsCirculate,
+        C::UnreadableMessage,
     ]
 };
 

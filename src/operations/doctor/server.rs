@@ -85,6 +85,8 @@ pub(super) async fn facts(database: &Database) -> Result<Facts, String> {
 pub(super) struct Closes {
     pub closed: i64,
     pub swept: i64,
+    /// In how many different minutes the sweep closed them.
+    pub swept_minutes: i64,
     /// When the sweep closed the last of them.
     pub last_swept: Option<Timestamp>,
     /// How long ago that was, and the mean time between two of them.
@@ -98,8 +100,11 @@ const CLOSES: &str = "
 WITH closes AS (
     SELECT closed_at, closed_by = 'sweep' AS is_swept FROM orders
     WHERE status = 'closed' AND closed_at > clock_timestamp() - make_interval(secs => $1)),
-swept AS (SELECT count(*) AS swept, min(closed_at) AS first, max(closed_at) AS last FROM closes WHERE is_swept)
-SELECT swept, last, (SELECT count(*) FROM closes) AS closed, (SELECT count(*) FROM closes WHERE closed_at > last) AS closed_since,
+swept AS (
+    SELECT count(*) AS swept, count(DISTINCT date_trunc('minute', closed_at)) AS swept_minutes,
+           min(closed_at) AS first, max(closed_at) AS last
+    FROM closes WHERE is_swept)
+SELECT swept, swept_minutes, last, (SELECT count(*) FROM closes) AS closed, (SELECT count(*) FROM closes WHERE closed_at > last) AS closed_since,
        coalesce(greatest(extract(epoch FROM clock_timestamp() - last), 0), 0)::float8 AS ago_s,
        coalesce(extract(epoch FROM last - first) / nullif(swept - 1, 0), 0)::float8 AS gap_s
 FROM swept";
@@ -116,6 +121,7 @@ pub(super) async fn closes(database: &Database, within: Duration) -> Result<Clos
         Ok(Closes {
             closed: row.try_get("closed")?,
             swept: row.try_get("swept")?,
+            swept_minutes: row.try_get("swept_minutes")?,
             last_swept: last.map(|Timestamptz(last)| last),
             last_swept_ago: Duration::from_secs_f64(row.try_get("ago_s")?),
             mean_gap: Duration::from_secs_f64(row.try_get("gap_s")?),

@@ -1,5 +1,5 @@
-//! The workers as they have registered themselves, and what they leave behind when they do not do their work: overdue
-//! orders, full outboxes, parked alarms, closes by the sweep.
+//! The workers as they have registered themselves, what they have found, and what they leave behind when they do not do their
+//! work: overdue orders, full outboxes, parked alarms, closes by the sweep.
 //!
 //! Asks no worker; reads the database alone.
 
@@ -31,9 +31,17 @@ const UNSENT_FOR: Duration = Duration::from_secs(60);
 const LATELY: Duration = Duration::from_secs(600);
 /// Fewer show nothing.
 const FEW_SWEPT: i64 = 10;
+/// In fewer minutes the sweep has closed what was overdue after a start, a pause or an outage. Where more orders than these
+/// fall due, workers find by themselves that alarms are missing.
+const FEW_MINUTES: i64 = 3;
 /// The sweep has stopped closing orders when its last close is older than this, and than so many of its usual gaps.
 const OVER_AFTER: Duration = Duration::from_secs(15);
 const GAPS_UNTIL_OVER: u32 = 3;
+/// What only a worker can find and nothing else here looks at.
+const NEEDS_WORKER: [Cause; 5] = {
+    use Cause as C;
+    [C::KindNotStarted, C::Reminders, C::SlotNotConfirming, C::AlarmsCirculate, C::UnreadableMessage]
+};
 /// One close in so many may be the sweep's: an order whose alarm was parked, or for which none was scheduled.
 const SWEPT_OF: i64 = 20;
 
@@ -48,7 +56,9 @@ pub(super) async fn examine(
         kinds_served(settings, live, checks);
     }
     overdue(settings, database, live.as_deref(), checks).await;
-    match Registration::new(database.clone(), settings).disagreement().await {
+    let registration = Registration::new(database.clone(), settings);
+    found_by_workers(&registration, live.as_deref(), checks).await;
+    match registration.disagreement().await {
         Ok(None) => {}
         Ok(Some(problem)) => checks
             .error(Problem { what: format!("workers differ from this configuration: {}", problem.what), ..problem }),
@@ -85,6 +95,20 @@ async fn live_workers(settings: &Settings, database: &Database, checks: &mut Che
             checks.skip(&[Cause::NoWorker, Cause::KindNotServed, Cause::OrdersOverdue], &why);
             None
         }
+    }
+}
+
+/// What ends with its cause, because each worker says what it finds every few seconds.
+async fn found_by_workers(registration: &Registration, live: Option<&[RegisteredWorker]>, checks: &mut Checks) {
+    if live.is_some_and(<[_]>::is_empty) {
+        return checks.skip(&NEEDS_WORKER, "no worker runs");
+    }
+    match registration.found_by_workers().await {
+        Ok(found) => found.into_iter().for_each(|problem| match problem.cause {
+            Cause::KindNotStarted | Cause::TimeZone => checks.error(problem),
+            _ => checks.warning(problem),
+        }),
+        Err(error) => checks.skip(&NEEDS_WORKER, &one_line(&error)),
     }
 }
 
@@ -233,7 +257,8 @@ fn judge_parked(parked: &[(String, u64)], checks: &mut Checks) {
 
 fn judge_closes(closes: &Closes, checks: &mut Checks) {
     let Closes { closed, swept, closed_since, .. } = *closes;
-    let Some(last) = closes.last_swept.filter(|_| swept >= FEW_SWEPT && swept * SWEPT_OF > closed) else { return };
+    let is_unusual = swept >= FEW_SWEPT && swept * SWEPT_OF > closed && closes.swept_minutes >= FEW_MINUTES;
+    let Some(last) = closes.last_swept.filter(|_| is_unusual) else { return };
     let what = format!("the sweep closed {swept} of {closed} orders in the last {}", seconds(LATELY));
     if closed_since >= SWEPT_OF || closes.last_swept_ago > OVER_AFTER.max(closes.mean_gap * GAPS_UNTIL_OVER) {
         let last = write_rfc3339(last);
@@ -266,14 +291,15 @@ mod tests {
 
     #[test]
     fn few_swept_orders_are_usual() {
-        let of = |swept, closed| {
-            let closes =
-                Closes { swept, closed, last_swept: Some(Timestamp::from_unix_micros(0)), ..Closes::default() };
+        let of = |swept, closed, swept_minutes| {
+            let last_swept = Some(Timestamp::from_unix_micros(0));
+            let closes = Closes { swept, closed, swept_minutes, last_swept, ..Closes::default() };
             names(|checks| judge_closes(&closes, checks))
         };
-        assert_eq!(of(10, 200), []);
-        assert_eq!(of(11, 200), [Cause::AlarmsNotArriving]);
-        assert_eq!(of(9, 9), []);
+        assert_eq!(of(10, 200, 9), []);
+        assert_eq!(of(11, 200, 9), [Cause::AlarmsNotArriving]);
+        assert_eq!(of(9, 9, 9), []);
+        assert_eq!(of(500, 500, 2), [], "what was overdue after an outage");
     }
 
     #[test]
@@ -282,7 +308,8 @@ mod tests {
         let (swept, closed) = (12, 12);
         let of = |ago_s, gap_s, closed_since| {
             let (last_swept_ago, mean_gap) = (Duration::from_secs(ago_s), Duration::from_secs(gap_s));
-            let closes = Closes { swept, closed, last_swept, last_swept_ago, mean_gap, closed_since };
+            let swept_minutes = 9;
+            let closes = Closes { swept, closed, swept_minutes, last_swept, last_swept_ago, mean_gap, closed_since };
             let mut checks = Checks::default();
             judge_closes(&closes, &mut checks);
             let report = checks.report(&[]);

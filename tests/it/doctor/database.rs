@@ -145,6 +145,7 @@ async fn broken_databases_are_found(env: Arc<TestEnv>) {
     taken_connections_are_found(&stack).await;
     first_backlog_is_found(&mut stack).await;
     holders_of_locks_are_found(&mut stack).await;
+    forged_close_is_found(&mut stack).await;
     swept_orders_are_found(&mut stack).await;
     missing_execute_is_found(&mut stack).await;
     unusable_addresses_are_found(&mut stack).await;
@@ -212,6 +213,27 @@ async fn holders_of_locks_are_found(stack: &mut Stack) {
     stack.assert_nothing_found("no lock is held").await;
 }
 
+/// A row of the history that another program wrote keeps an order from being closed.
+async fn forged_close_is_found(stack: &mut Stack) {
+    let grace = std::mem::replace(&mut stack.settings.sweep.grace, Duration::ZERO);
+    let order = stack.env.order(Duration::ZERO).await;
+    stack
+        .sql(
+            "UPDATE orders SET expires_at = now() - interval '90 seconds';
+             INSERT INTO order_events (order_id, event, by, reason) SELECT id, 'closed', 'alarm', 'forged' FROM orders",
+        )
+        .await;
+    register(stack, "{order}", "{}").await;
+    let problem = stack.found(Cause::OrdersOverdue).await;
+    let id = order.id.to_string();
+    assert!(problem.what.contains(&id) && problem.fix.contains("order-timeout show"), "{problem:?}");
+    let (_, shown, _) = call_with(&stack.settings, &["show", &id]).await;
+    assert!(shown.contains("order_events says that it was closed at 20"), "{shown}");
+    stack.sql("DELETE FROM order_timeout_workers; TRUNCATE orders CASCADE").await;
+    stack.settings.sweep.grace = grace;
+    stack.assert_nothing_found("no order is overdue").await;
+}
+
 async fn missing_execute_is_found(stack: &mut Stack) {
     let (service, without) = (PaymentService::start(), stack.settings.clone());
     service.join(&mut stack.settings, "card", wide_limits());
@@ -231,13 +253,16 @@ async fn missing_execute_is_found(stack: &mut Stack) {
 async fn swept_orders_are_found(stack: &mut Stack) {
     stack.settings.delay.strategy = Strategy::DeadLetter;
     let closed = "INSERT INTO orders (id, status, expires_at, closed_at, closed_by, close_reason)
-                  SELECT gen_random_uuid(), 'closed', now() - interval '2 s', now(), 'sweep', 'unpaid' FROM generate_series(1, 12)";
+                  SELECT gen_random_uuid(), 'closed', now() - n * interval '20 s' - interval '2 s', now() - n * interval '20 s', 'sweep', 'unpaid'
+                  FROM generate_series(0, 11) AS n";
     stack.sql(closed).await;
     let report = stack.report().await;
     assert!(only(&report, Cause::AlarmsNotArriving).what.contains("closed 12 of 12"));
     assert_eq!(report.exit_code(), 1);
     // The sweep has closed nothing for longer than before.
-    stack.sql("UPDATE orders SET expires_at = now() - interval '1 min', closed_at = now() - interval '1 min'").await;
+    stack
+        .sql("UPDATE orders SET expires_at = expires_at - interval '2 min', closed_at = closed_at - interval '2 min'")
+        .await;
     let report = stack.report().await;
     assert_eq!(report.exit_code(), 0, "{report:?}");
     let sweep = report.checks.iter().find(|check| check.cause == Cause::AlarmsNotArriving).unwrap();
