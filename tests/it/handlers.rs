@@ -27,7 +27,7 @@ enum State {
 
 /// Orders in memory: state, deadline, and when each was closed.
 #[derive(Clone, Default)]
-struct Memory {
+pub struct Memory {
     orders: Arc<Mutex<BTreeMap<OrderId, (State, Deadline)>>>,
     lateness: Arc<Mutex<Vec<Duration>>>,
     early: Arc<Mutex<Vec<OrderId>>>,

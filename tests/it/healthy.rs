@@ -1,7 +1,8 @@
 //! Nothing is said where nothing is wrong: on each of these healthy deployments, and in each state that it passes through,
 //! the doctor has neither a warning nor an error, and `/readyz` names no cause.
 //!
-//! States of one deployment follow one another on one worker. Each is reached by a condition, never by a time.
+//! States of one deployment follow one another on one worker. Each is reached by a condition, never by a time. Each state that was
+//! quiet is printed: `cargo test --test it -- healthy:: --nocapture | grep -o 'quiet: .*' | sort -u` lists them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,23 +12,29 @@ use lapin::options::{QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use order_timeout::Settings;
 use order_timeout::config::kinds::Remind;
+use order_timeout::handler::Handlers;
 use order_timeout::http::READYZ;
 use order_timeout::operations::doctor::{Options, examine};
 use order_timeout::postgres;
 use order_timeout_core::kind::Kind;
-use order_timeout_core::problem::Problem;
-use order_timeout_testkit::away::expiring_queue_arguments;
+use order_timeout_core::problem::{Cause, Problem};
+use order_timeout_testkit::away::{expiring_queue_arguments, meanwhile, on_private_database};
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::paths::repository;
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, with_parts};
-use secrecy::ExposeSecret;
+use secrecy::{ExposeSecret, SecretString};
 use sqlx::AssertSqlSafe;
 use time::OffsetDateTime;
 
+use crate::adopting::types::{MAPPING, map_to, tables};
 use crate::doctor::here;
+use crate::handlers::Memory;
+use crate::kinds::kind;
 use crate::look_ahead::without_broker;
+use crate::poolers::pgbouncer::Pooler;
+use crate::webhook::{Receiver, announcing_to};
 
 const OPEN: &str = "SELECT count(*) FROM orders WHERE status = 'unpaid' AND expires_at < now() + interval '1 hour'";
 /// Without a problem and without a cause.
@@ -36,8 +43,11 @@ const UNSENT: &str = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
 
 /// A deployment with one worker.
 struct Deployment {
+    /// What it is, in the list of states.
+    name: &'static str,
     env: Arc<TestEnv>,
     settings: Settings,
+    options: Options,
     worker: Option<RunningWorker>,
 }
 
@@ -50,21 +60,32 @@ async fn execute(env: &TestEnv, sql: &str) {
 
 impl Deployment {
     /// As it is after `order-timeout setup`, and then with a worker.
-    async fn start(env: Arc<TestEnv>, settings: Settings) -> Self {
-        let mut deployment = Self { env, settings, worker: None };
+    async fn start(name: &'static str, env: Arc<TestEnv>, settings: Settings) -> Self {
+        Self::start_with(name, env, settings, Options::default()).await
+    }
+
+    async fn start_with(name: &'static str, env: Arc<TestEnv>, settings: Settings, options: Options) -> Self {
+        let mut deployment = Self { name, env, settings, options, worker: None };
         deployment.assert_quiet("no worker").await;
         deployment.worker = Some(RunningWorker::start(deployment.settings.clone()).await);
-        // A worker that has just started has not recorded its consumers yet.
-        wait_for("a worker that is seen", async || {
-            deployment.readyz().await == READY && deployment.problems().await.is_empty()
-        })
-        .await;
-        deployment.assert_quiet("idle").await;
+        deployment.wait_until_quiet("idle").await;
         deployment
     }
 
+    /// A worker that has just started has not recorded its consumers yet, and one that has lost a server reconnects.
+    async fn wait_until_quiet(&self, state: &str) {
+        wait_for(state, async || self.readyz().await == READY && self.problems().await.is_empty()).await;
+        self.assert_quiet(state).await;
+    }
+
     async fn problems(&self) -> Vec<Problem> {
-        examine(&self.settings, &Options::default()).await.problems().cloned().collect()
+        examine(&self.settings, &self.options).await.problems().cloned().collect()
+    }
+
+    /// Its worker is followed by another one.
+    async fn replace_worker(&mut self) {
+        let next = RunningWorker::start(self.settings.clone()).await;
+        self.worker.replace(next).unwrap().stop().await;
     }
 
     async fn readyz(&self) -> String {
@@ -72,10 +93,11 @@ impl Deployment {
     }
 
     async fn assert_quiet(&self, state: &str) {
-        assert_eq!(self.problems().await, [], "{state}");
+        assert_eq!(self.problems().await, [], "{}: {state}", self.name);
         if self.worker.is_some() {
-            assert_eq!(self.readyz().await, READY, "{state}");
+            assert_eq!(self.readyz().await, READY, "{}: {state}", self.name);
         }
+        println!("quiet: {}: {state}", self.name);
     }
 
     /// Runs SQL, and asserts that it leaves nothing to be named.
@@ -86,6 +108,18 @@ impl Deployment {
 
     /// Orders that fall due while the doctor looks, each with its alarm, until they are closed and announced.
     async fn assert_quiet_while_orders_close(&self, count: usize) {
+        self.have_orders(count).await;
+        self.assert_quiet("busy").await;
+        wait_for("the closes", async || self.env.count(OPEN).await == 0).await;
+        self.assert_quiet("just after a burst").await;
+        if self.settings.delay.strategy.needs_broker() {
+            wait_for("the events", async || self.env.count(UNSENT).await == 0).await;
+            self.assert_quiet("after the events").await;
+        }
+    }
+
+    /// So many orders that fall due now, as many in a second, and as many later, each with its alarm.
+    async fn have_orders(&self, count: usize) {
         let publisher = match self.settings.delay.strategy.needs_broker() {
             true => Some(self.env.publisher().await),
             false => None,
@@ -96,13 +130,6 @@ impl Deployment {
                     publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
                 }
             }
-        }
-        self.assert_quiet("busy").await;
-        wait_for("the closes", async || self.env.count(OPEN).await == 0).await;
-        self.assert_quiet("just after a burst").await;
-        if publisher.is_some() {
-            wait_for("the events", async || self.env.count(UNSENT).await == 0).await;
-            self.assert_quiet("after the events").await;
         }
     }
 
@@ -134,17 +161,24 @@ fn deployed<F: Future<Output = Deployment>>(
 }
 
 /// With the default tables and this change of the settings: fresh, idle, busy and after a burst.
-fn closes_quietly(adjust: impl FnOnce(&mut Settings)) {
-    deployed(adjust, async |env| {
+fn closes_quietly(name: &'static str, adjust: impl FnOnce(&mut Settings)) {
+    deployed(adjust, async move |env| {
         let settings = env.settings.clone();
-        let deployment = Deployment::start(env, settings).await;
+        let deployment = Deployment::start(name, env, settings).await;
         deployment.assert_quiet_while_orders_close(20).await;
         deployment
     });
 }
 
 /// What a shop's database may have in it, one after the other.
-const STATES: [(&str, &str); 9] = [
+const STATES: [(&str, &str); 12] = [
+    ("tables just analysed while empty", "ANALYZE orders, alarm_outbox, event_outbox, parked_alarms, order_events"),
+    (
+        "an order beyond the longest lane, with its alarm in the wheel",
+        "WITH o AS (INSERT INTO orders (id, expires_at) VALUES (gen_random_uuid(), now() + interval '70 seconds') RETURNING *)
+             INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM o",
+    ),
+    ("deadlines moved without a new alarm", "UPDATE orders SET expires_at = expires_at + interval '2 days' WHERE status = 'unpaid'"),
     (
         "orders far away",
         "INSERT INTO orders (id, expires_at) SELECT gen_random_uuid(), now() + interval '60 days' FROM generate_series(1, 50)",
@@ -186,19 +220,76 @@ fn default_tables_are_quiet_in_each_state() {
         |settings| settings.http.page = true,
         async |env| {
             let settings = env.settings.clone();
-            let deployment = Deployment::start(env, settings).await;
+            let deployment = Deployment::start("default tables", env, settings).await;
             for (state, sql) in STATES {
                 deployment.assert_quiet_after(state, sql).await;
             }
             deployment.assert_quiet_while_orders_close(20).await;
-            let second = deployment.env.worker().await;
-            wait_for("the second worker", async || {
-                deployment.env.count("SELECT count(*) FROM order_timeout_workers").await == 2
-            })
-            .await;
-            deployment.assert_quiet("two workers").await;
-            second.stop().await;
-            deployment.assert_quiet("one of them stopped").await;
+            deployment
+        },
+    );
+}
+
+const WORKERS: &str = "SELECT count(*) FROM order_timeout_workers";
+
+/// What an operator does with workers and orders.
+#[test]
+fn operation_is_quiet() {
+    // The sweep must be as soon as it usually is.
+    deployed(
+        |settings| settings.sweep.grace = Settings::defaults().sweep.grace,
+        async |env| {
+            let mut settings = env.settings.clone();
+            settings.sweep.first_backlog = 10;
+            let overdue = "INSERT INTO orders (id, expires_at)
+                           SELECT gen_random_uuid(), now() - interval '5 seconds' FROM generate_series(1, 50)";
+            execute(&env, overdue).await;
+            let (code, _, stderr) = call_with(&settings, &["adopt", "--accept-backlog"]).await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            let mut deployment = Deployment::start("operated", env, settings).await;
+            wait_for("the backlog", async || deployment.env.count(OPEN).await == 0).await;
+            deployment.assert_quiet("a backlog that was accepted is closed").await;
+
+            deployment.have_orders(10).await;
+            deployment.replace_worker().await;
+            deployment.wait_until_quiet("a worker replaced while orders fall due").await;
+            wait_for("the closes", async || deployment.env.count(OPEN).await == 0).await;
+            deployment.assert_quiet("after that").await;
+            let others = [deployment.env.worker().await, deployment.env.worker().await];
+            wait_for("three workers", async || deployment.env.count(WORKERS).await == 3).await;
+            deployment.assert_quiet("three workers").await;
+            deployment.assert_quiet_while_orders_close(10).await;
+            for (other, state) in others.into_iter().zip(["two workers", "one worker again"]) {
+                other.stop().await;
+                deployment.wait_until_quiet(state).await;
+            }
+
+            let call = async |arguments: &[&str]| {
+                let (code, _, stderr) = call_with(&deployment.settings, arguments).await;
+                assert_eq!((code, stderr.as_str()), (0, ""), "{arguments:?}");
+            };
+            call(&["pause", "--why", "a test"]).await;
+            // Not quiet: a pause that is forgotten costs all stock. It is named, and nothing else is.
+            wait_for("the pause", async || deployment.readyz().await.contains("closing is paused")).await;
+            deployment.have_orders(10).await;
+            let causes: Vec<Cause> = deployment.problems().await.into_iter().map(|problem| problem.cause).collect();
+            assert_eq!(causes, [Cause::ClosingPaused]);
+            assert_eq!(deployment.readyz().await.lines().count(), 2, "ready, and the pause");
+            call(&["resume"]).await;
+            deployment.wait_until_quiet("a pause that has just ended").await;
+            wait_for("the closes", async || deployment.env.count(OPEN).await == 0).await;
+            deployment.assert_quiet("what fell due in a pause is closed").await;
+
+            let far = deployment.env.order(Duration::from_secs(3_600)).await.id.to_string();
+            call(&["deadline", &far, "--in", "2h"]).await;
+            deployment.assert_quiet("an order moved by hand").await;
+            let many = "INSERT INTO orders (id, expires_at)
+                        SELECT gen_random_uuid(), now() + interval '1 day' FROM generate_series(1, 100000)";
+            deployment.assert_quiet_after("100 000 orders that are not due, never analysed", many).await;
+            deployment.assert_quiet_after("100 000 orders, analysed", "ANALYZE orders").await;
+            deployment
+                .assert_quiet_after("emptied tables with the statistics of full ones", "TRUNCATE orders CASCADE")
+                .await;
             deployment
         },
     );
@@ -206,7 +297,7 @@ fn default_tables_are_quiet_in_each_state() {
 
 #[test]
 fn other_settings_are_quiet() {
-    closes_quietly(|settings| {
+    closes_quietly("shards and reminders", |settings| {
         settings.delay.lane_shards = 3;
         let before = Duration::from_secs(600);
         settings.kinds.entry(Kind::ORDER).or_default().remind = vec![Remind(before)];
@@ -220,7 +311,7 @@ fn shared_broker_is_quiet() {
         |_| {},
         async |env| {
             let (settings, channel) = (env.settings.clone(), env.channel.clone());
-            let deployment = Deployment::start(env.clone(), settings.clone()).await;
+            let deployment = Deployment::start("shared broker", env.clone(), settings.clone()).await;
             let (foreign, listener) =
                 (format!("foreign.{}", settings.namespace), format!("shop.{}", settings.namespace));
             for queue in [&foreign, &listener] {
@@ -238,8 +329,14 @@ fn shared_broker_is_quiet() {
             assert!(env.depth(&listener).await > 0, "events that no listener has read yet");
             let mut other = settings.clone();
             other.namespace = format!("{}b", settings.namespace);
-            other.topology().declare(&env.broker).await.unwrap();
+            other.database.url = in_schema(&env, "other").await;
+            let (code, _, stderr) = call_with(&other, &["setup"]).await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
             deployment.assert_quiet("another namespace on the broker").await;
+            let neighbour = RunningWorker::start(other.clone()).await;
+            deployment.assert_quiet("another namespace with its worker").await;
+            deployment.assert_quiet_while_orders_close(10).await;
+            neighbour.stop().await;
             for queue in [foreign, listener].into_iter().chain(other.queue_names()) {
                 channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             }
@@ -269,7 +366,7 @@ const KEPT_WITHOUT_BROKER: [(&str, &str); 2] = [
 fn postgres_alone_is_quiet() {
     let states = async |env: Arc<TestEnv>| {
         let settings = without_broker(&env.settings);
-        let deployment = Deployment::start(env, settings).await;
+        let mut deployment = Deployment::start("postgres alone", env, settings).await;
         for (state, sql) in KEPT_WITHOUT_BROKER {
             deployment.assert_quiet_after(state, sql).await;
         }
@@ -277,6 +374,24 @@ fn postgres_alone_is_quiet() {
         for (state, sql) in STATES {
             deployment.assert_quiet_after(state, sql).await;
         }
+        deployment.have_orders(10).await;
+        deployment.replace_worker().await;
+        deployment.wait_until_quiet("a worker replaced while orders fall due").await;
+        deployment
+    };
+    deployed(|_| {}, states);
+}
+
+/// Events go to the shop's webhook.
+#[test]
+fn webhook_is_quiet() {
+    let states = async |env: Arc<TestEnv>| {
+        let receiver = Receiver::start();
+        let (settings, _key) = announcing_to(&env.settings, receiver.address());
+        let deployment = Deployment::start("webhook", env, settings).await;
+        deployment.assert_quiet_while_orders_close(20).await;
+        wait_for("the events", async || deployment.env.count(UNSENT).await == 0).await;
+        deployment.assert_quiet("after the events").await;
         deployment
     };
     deployed(|_| {}, states);
@@ -288,7 +403,7 @@ fn notifications_are_quiet() {
     let states = async |env: Arc<TestEnv>| {
         let mut settings = without_broker(&env.settings);
         settings.announce.notify = "closed_orders".into();
-        let deployment = Deployment::start(env, settings).await;
+        let deployment = Deployment::start("notifications", env, settings).await;
         deployment.assert_quiet_while_orders_close(20).await;
         wait_for("the events", async || deployment.env.count(UNSENT).await == 0).await;
         deployment.assert_quiet("after the events").await;
@@ -300,17 +415,89 @@ fn notifications_are_quiet() {
 /// The statements are the shop's own, though they are the default ones.
 #[test]
 fn own_statements_are_quiet() {
-    closes_quietly(|settings| {
+    closes_quietly("statements in files", |settings| {
         let path = |file: &str| repository().join(file).to_str().unwrap().to_owned();
         (settings.orders.close_sql, settings.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
     });
 }
 
+/// Each example of docs/OWN-SQL.md: its folder, and one order that falls due.
+const EXAMPLES: [(&str, &str, &str); 3] = [
+    (
+        "payments in a table of their own",
+        "own_orders",
+        "INSERT INTO public.purchases (id, pay_until) VALUES (1, now() - interval '2 s')",
+    ),
+    (
+        "orders in two tables",
+        "two_tables",
+        "INSERT INTO public.web_orders (id, pay_until) VALUES (1, now() - interval '2 s');
+         INSERT INTO public.phone_orders (id, pay_until) VALUES (1, now() + interval '1 h')",
+    ),
+    (
+        "a computed deadline",
+        "derived_deadline",
+        "INSERT INTO public.bookings (id, created_at, minutes_to_pay) VALUES (1, now() - interval '62 s', 1)",
+    ),
+];
+
 #[test]
-fn provider_is_quiet() {
-    let service = PaymentService::start();
-    closes_quietly(|settings| {
-        service.join(settings, "card", wide_limits());
+fn own_statements_over_own_tables_are_quiet() {
+    TestEnv::builder().settings(serve_http).run(async |env| {
+        here(async {
+            for (name, folder, overdue) in EXAMPLES {
+                let path = |file: &str| repository().join("examples").join(folder).join(file);
+                execute(&env, &std::fs::read_to_string(path("schema.sql")).unwrap()).await;
+                let mut settings = env.settings.clone();
+                settings.sweep.grace = Settings::defaults().sweep.grace;
+                settings.orders.close_sql = path("close.sql").to_str().unwrap().to_owned();
+                settings.orders.overdue_sql = path("overdue.sql").to_str().unwrap().to_owned();
+                let deployment = Deployment::start(name, env.clone(), settings).await;
+                assert_quiet_with_overdue_order(&deployment, overdue).await;
+                execute(&env, "DELETE FROM event_outbox").await;
+                deployment.stop().await;
+            }
+        });
+    });
+}
+
+async fn assert_quiet_with_overdue_order(deployment: &Deployment, overdue: &str) {
+    deployment.assert_quiet_after("an overdue order", overdue).await;
+    wait_for("the event", async || deployment.env.count("SELECT count(*) FROM event_outbox").await > 0).await;
+    deployment.assert_quiet("after its close").await;
+}
+
+/// A table with a key of fixed length, a deadline without a zone, and stock with a key of that sort.
+#[test]
+fn unusual_types_are_quiet() {
+    deployed(
+        |_| {},
+        async |env| {
+            execute(&env, &tables("character(5)", "character(6)")).await;
+            let mapping =
+                MAPPING.replace("deadline = \"due\"", "deadline = \"local\"").replace("local = \"now\", ", "");
+            let (mut settings, _file) = map_to(&env, &mapping);
+            settings.sweep.grace = Settings::defaults().sweep.grace;
+            let index = "CREATE INDEX ON shop.orders ((local AT TIME ZONE 'Asia/Shanghai'), id) WHERE state = 'open'";
+            execute(&env, index).await;
+            let name = "keys of fixed length and a deadline without a zone";
+            let deployment = Deployment::start(name, env, settings).await;
+            let overdue = "INSERT INTO shop.stock VALUES ('A-1', 2);
+                INSERT INTO shop.orders (id, local) VALUES ('o1', now() AT TIME ZONE 'Asia/Shanghai' - interval '2 s');
+                INSERT INTO shop.items VALUES ('o1', 'A-1', 1); INSERT INTO shop.notes VALUES ('o1', '')";
+            assert_quiet_with_overdue_order(&deployment, overdue).await;
+            deployment
+        },
+    );
+}
+
+#[test]
+fn providers_are_quiet() {
+    let services = [PaymentService::start(), PaymentService::start()];
+    closes_quietly("two payment providers", |settings| {
+        for (service, name) in services.iter().zip(["card", "wallet"]) {
+            service.join(settings, name, wide_limits());
+        }
     });
 }
 
@@ -328,7 +515,7 @@ fn several_kinds_are_quiet() {
         )
         .await;
         let settings = env.settings.clone();
-        let deployment = Deployment::start(env, settings).await;
+        let deployment = Deployment::start("two kinds", env, settings).await;
         let rows = "INSERT INTO acceptance SELECT n, 'open', now() + interval '1 day' FROM generate_series(1, 50) AS n";
         deployment.assert_quiet_after("orders of another kind", rows).await;
         deployment.assert_quiet_while_orders_close(10).await;
@@ -343,7 +530,8 @@ fn granted_role_is_quiet() {
         |_| {},
         async |env| {
             let (settings, role) = granted(&env, "Asia/Kathmandu").await;
-            let deployment = Deployment::start(env, settings).await;
+            let deployment =
+                Deployment::start("a role of least privilege, a zone of quarter hours", env, settings).await;
             deployment.assert_quiet_while_orders_close(10).await;
             execute(&deployment.env, &format!("GRANT pg_read_all_stats TO {role}")).await;
             deployment.assert_quiet("a role that sees all sessions").await;
@@ -379,19 +567,24 @@ async fn granted(env: &TestEnv, zone: &str) -> (Settings, String) {
     (settings, role)
 }
 
+/// Creates a schema, and returns the address of a database in which it is the only one.
+async fn in_schema(env: &TestEnv, schema: &str) -> SecretString {
+    execute(env, &format!("CREATE SCHEMA {schema}")).await;
+    let url = env.settings.database.url.expose_secret();
+    format!("{url}?options=-csearch_path%3D{schema}").into()
+}
+
 /// The schema is one of its own, and the role owns it.
 #[test]
 fn owner_of_own_schema_is_quiet() {
     deployed(
         |_| {},
         async |env| {
-            execute(&env, "CREATE SCHEMA order_timeout").await;
             let mut settings = env.settings.clone();
-            let url = settings.database.url.expose_secret().to_owned();
-            settings.database.url = format!("{url}?options=-csearch_path%3Dorder_timeout").into();
+            settings.database.url = in_schema(&env, "order_timeout").await;
             let (code, _, stderr) = call_with(&settings, &["setup"]).await;
             assert_eq!((code, stderr.as_str()), (0, ""));
-            let deployment = Deployment::start(env, settings).await;
+            let deployment = Deployment::start("a schema of its own", env, settings).await;
             deployment
             .assert_quiet_after("orders there", "INSERT INTO order_timeout.orders (id, expires_at) VALUES (gen_random_uuid(), now() + interval '1 h')")
             .await;
@@ -417,7 +610,7 @@ fn adopted_shop_is_quiet(shop: &'static str) {
         let (settings, role) = granted(&env, "America/Sao_Paulo").await;
         // One of the shops has row security.
         execute(&env, &format!("ALTER ROLE {role} BYPASSRLS")).await;
-        let deployment = Deployment::start(env.clone(), settings).await;
+        let deployment = Deployment::start(shop, env.clone(), settings).await;
         execute(&env, &fixture(shop, "orders.sql")).await;
         let publisher = env.publisher().await;
         let states = async || -> Vec<(String, String, OffsetDateTime)> {
@@ -458,4 +651,55 @@ fn adopted_shop_of_tenants_is_quiet() {
 #[test]
 fn adopted_shop_in_partitions_is_quiet() {
     adopted_shop_is_quiet("partitioned");
+}
+
+/// A database that is restarted, and one behind PgBouncer.
+#[test]
+fn private_database_is_quiet() {
+    on_private_database(&[], async |env, server| {
+        here(async {
+            let mut settings = env.settings.clone();
+            serve_http(&mut settings);
+            settings.sweep.grace = Settings::defaults().sweep.grace;
+            let mut deployment = Deployment::start("a database of its own", env, settings).await;
+            deployment.have_orders(10).await;
+            meanwhile(|| server.stop());
+            meanwhile(|| server.restart());
+            deployment.wait_until_quiet("the database has just been restarted").await;
+            wait_for("the closes", async || deployment.env.count(OPEN).await == 0).await;
+            deployment.assert_quiet("what fell due in a restart is closed").await;
+            deployment.replace_worker().await;
+            deployment.wait_until_quiet("the worker restarted as well").await;
+            let Some(pooler) = Pooler::start(&deployment.settings.database.url, "pool_mode = session") else {
+                return deployment.stop().await;
+            };
+            let mut settings = deployment.settings.clone();
+            settings.database.url = pooler.url_of(&settings.database.url);
+            let env = deployment.env.clone();
+            deployment.stop().await;
+            let deployment = Deployment::start("behind PgBouncer in session mode", env, settings).await;
+            deployment.assert_quiet_while_orders_close(10).await;
+            deployment.stop().await;
+        });
+    });
+}
+
+/// A kind whose orders the embedding program times out itself.
+#[test]
+fn handled_kind_is_quiet() {
+    deployed(
+        |settings| {
+            settings.kinds.entry(kind("ticket")).or_default();
+        },
+        async |env| {
+            let settings = env.settings.clone();
+            let handlers = || Handlers::none().with(kind("ticket"), Memory::default());
+            let worker = Some(RunningWorker::start_with(settings.clone(), handlers).await);
+            let options = Options::default();
+            let deployment = Deployment { name: "a kind with a handler", env, settings, options, worker };
+            deployment.wait_until_quiet("idle").await;
+            deployment.assert_quiet_while_orders_close(10).await;
+            deployment
+        },
+    );
 }

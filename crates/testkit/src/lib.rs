@@ -35,6 +35,7 @@ use lapin::options::{
 use lapin::{BasicProperties, Channel, Connection};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
+use order_timeout::handler::Handlers;
 use order_timeout::postgres;
 use order_timeout::runtime::{StartError, Worker};
 use order_timeout_amqp::AmqpSettings;
@@ -588,9 +589,14 @@ impl RunningWorker {
     /// Starts a worker with these settings. Tries three times if a server does not answer, as what supervises a worker
     /// does: a machine may stall for longer than a test's short timeouts.
     pub async fn start(settings: Settings) -> Self {
+        Self::start_with(settings, Handlers::none).await
+    }
+
+    /// The same with handlers of the test, which are made for each try.
+    pub async fn start_with(settings: Settings, handlers: impl Fn() -> Handlers) -> Self {
         let mut attempt = 1;
         let worker = loop {
-            match Worker::start(settings.clone()).await {
+            match Worker::start_with(settings.clone(), handlers()).await {
                 Err(StartError::Database(_) | StartError::Broker(BrokerError::Away(_))) if attempt < 3 => attempt += 1,
                 started => break started.unwrap(),
             }

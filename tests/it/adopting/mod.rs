@@ -6,7 +6,7 @@ mod payments;
 mod proposed;
 mod refused;
 mod shops;
-mod types;
+pub mod types;
 
 use std::path::{Path, PathBuf};
 

@@ -65,7 +65,7 @@ const TYPES: &str = "DROP SCHEMA IF EXISTS shop CASCADE;
     CREATE DOMAIN shop.price AS numeric(8, 2)";
 
 /// A shop with an id of this type, and stock with a key of that.
-fn tables(id: &str, stock_key: &str) -> String {
+pub fn tables(id: &str, stock_key: &str) -> String {
     format!(
         "{TYPES};
          CREATE TABLE shop.stock (sku {stock_key} PRIMARY KEY, reserved integer NOT NULL);
@@ -80,7 +80,7 @@ fn tables(id: &str, stock_key: &str) -> String {
     .replace("EXISTS public.citext", "EXISTS citext")
 }
 
-const MAPPING: &str = r#"
+pub const MAPPING: &str = r#"
 [kinds.order.table]
 table = "shop.orders"
 id = "id"
@@ -104,7 +104,7 @@ sql = "UPDATE shop.notes SET text = 'closed' WHERE id IN (SELECT id FROM closed)
 "#;
 
 /// The environment's settings with this mapping, and the file that has it.
-fn map_to(env: &TestEnv, mapping: &str) -> (Settings, tempfile::NamedTempFile) {
+pub fn map_to(env: &TestEnv, mapping: &str) -> (Settings, tempfile::NamedTempFile) {
     let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
     std::fs::write(file.path(), mapping).unwrap();
     let mut settings = env.settings.clone();
