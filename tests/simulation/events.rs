@@ -102,6 +102,7 @@ events! { always {
     ClosedOnTimeInCalm,
     ClosedBySweepInCalm,
     ReadAheadInCalm,
+    MissingAlarmsSeen,
 } with_provider {
     // Customers and the provider.
     AttemptBegun,

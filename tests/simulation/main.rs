@@ -231,6 +231,11 @@ fn finds_nothing_read_ahead() {
 }
 
 #[test]
+fn finds_missing_alarms_overlooked() {
+    must_be_found(Mutant::OverlooksMissingAlarms);
+}
+
+#[test]
 fn finds_brake_forgotten_on_restart() {
     must_be_found(Mutant::BrakeForgetsOnRestart);
 }

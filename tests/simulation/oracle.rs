@@ -6,7 +6,7 @@ use std::time::Duration;
 use order_timeout_core::order::{ClosedBy, OrderId, Timestamp};
 
 use crate::events::Event;
-use crate::steps::MAX_SKEW_MS;
+use crate::steps::{MAX_SKEW_MS, MISSED_TOGETHER};
 use crate::world::{PendingSort, Row, Status, Truth, WORKERS, World, policy};
 
 /// How long workers may need to notice that a fault is over. Backoffs of up to a second end by themselves. If the clock
@@ -97,6 +97,8 @@ struct Calm {
     closed_before: BTreeSet<OrderId>,
     /// Orders with an alarm that comes in time.
     with_timely_alarm: BTreeSet<OrderId>,
+    /// Orders without an alarm fall due at this moment, so many that it is known before.
+    missed_at: Option<Timestamp>,
 }
 
 impl Calm {
@@ -110,7 +112,16 @@ impl Calm {
         let (began, behind, with_timely_alarm) =
             (world.database_time(), world.workers_are_behind(), world.with_timely_alarm());
         let pauses_before = world.pauses();
-        Self { began, is_healthy, pauses_before, grace, behind, closed_before, with_timely_alarm }
+        Self { began, is_healthy, pauses_before, grace, behind, closed_before, with_timely_alarm, missed_at: None }
+    }
+
+    /// A calm period at whose end orders without an alarm fall due. If others fall due shortly before, those are looked at
+    /// instead.
+    fn with_missed(world: &World, at: Timestamp) -> Self {
+        let open = world.rows.values().filter(|row| row.status == Status::Unpaid);
+        let looked_at = open.filter(|row| row.deadline <= at && row.deadline + 2 * policy().look_ahead > at).count();
+        let is_known = looked_at == MISSED_TOGETHER && world.clocks_agree();
+        Self { missed_at: Some(at).filter(|_| is_known), ..Self::begin(world) }
     }
 
     /// When the sweep first closed an order in it that fell due in it: from then on the worker that did it reads orders
@@ -141,6 +152,9 @@ impl Calm {
         // promises.
         if self.with_timely_alarm.contains(order_id) && row.deadline >= self.began + PAUSES_OVER {
             return Some((row.deadline + policy().linger, ClosedBy::Alarm));
+        }
+        if self.missed_at == Some(row.deadline) {
+            return Some((row.deadline + policy().linger, ClosedBy::LookAhead));
         }
         if reads_ahead_from
             .is_some_and(|from| from + 2 * policy().sweep_every <= row.deadline && row.deadline < from + READ_AHEAD_FOR)
@@ -178,6 +192,9 @@ impl Calm {
             let Some((_, closed_by)) = row.closed else { continue };
             match self.must_be_closed_by(order_id, row, reads_ahead_from) {
                 Some((_, ClosedBy::Alarm)) => events.push(Event::ClosedOnTimeInCalm),
+                Some((_, ClosedBy::LookAhead)) if self.missed_at == Some(row.deadline) => {
+                    events.push(Event::MissingAlarmsSeen);
+                }
                 Some((_, ClosedBy::LookAhead)) => events.push(Event::ReadAheadInCalm),
                 Some(_) if closed_by == ClosedBy::Sweep => events.push(Event::ClosedBySweepInCalm),
                 Some(_) | None => {}
@@ -191,7 +208,21 @@ impl Calm {
 ///
 /// If an order is closed late in it, or a rule is broken.
 pub fn calm(world: &mut World, time: Duration) -> Result<(), String> {
-    let (calm, end) = (Calm::begin(world), world.now() + time);
+    let calm = Calm::begin(world);
+    play(calm, world, time)
+}
+
+/// The same, and orders without an alarm, so many that it is known before, fall due after this time.
+///
+/// # Errors
+/// As above.
+pub fn calm_with_missed(world: &mut World, time: Duration) -> Result<(), String> {
+    let calm = Calm::with_missed(world, world.database_time() + time);
+    play(calm, world, time + Duration::from_secs(1))
+}
+
+fn play(calm: Calm, world: &mut World, time: Duration) -> Result<(), String> {
+    let end = world.now() + time;
     while world.now() < end {
         run_to_next_event(world, &calm, end)?;
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::oracle::{calm, calm_until};
+use crate::oracle::{calm, calm_until, calm_with_missed};
 use crate::world::{CustomerAct, Fault, PendingSort, Scheduling, WORKERS, World, closing_policy};
 
 pub const MIN_STEPS: usize = 30;
@@ -13,6 +13,10 @@ pub const MAX_STEPS: usize = 100;
 pub const MAX_SKEW_MS: i64 = 400;
 /// After so long in undisturbed time nothing of the faults before it is left.
 const RECOVERED_MS: u64 = 2_600;
+/// So many orders whose alarms are missing show that alarms do not arrive (`engine/arrivals.rs`).
+pub const MISSED_TOGETHER: usize = 10;
+/// By then every session is older than an alarm is held.
+const MISSED_IN_MS: u64 = 6_500;
 /// How far the database's clock is set.
 const MAX_CLOCK_SET_MS: i64 = 600_000;
 
@@ -44,6 +48,8 @@ pub enum Step {
     MissAlarms {
         apart_ms: u64,
     },
+    /// Many orders without alarms fall due at the same moment, and nothing disturbs that.
+    MissAlarmsTogether,
     Turn {
         worker: usize,
     },
@@ -203,6 +209,7 @@ pub fn step() -> impl Strategy<Value = Step> {
         3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerRefuses),
         3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerSilent),
         2 => (1_500..4_000_u64).prop_map(|apart_ms| Step::MissAlarms { apart_ms }),
+        2 => Just(Step::MissAlarmsTogether),
         4 => Just(Step::Relay),
         6 => Just(Step::RelayAndCrash),
         6 => proptest::bool::weighted(0.5).prop_map(|crashed| Step::MarkRelayed { crashed }),
@@ -230,6 +237,11 @@ pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
                 world.create(Duration::from_millis(delay_ms), Scheduling::Forgotten);
             }
             return calm(world, Duration::from_millis(RECOVERED_MS + apart_ms + 1_000));
+        }
+        Step::MissAlarmsTogether => {
+            (0..MISSED_TOGETHER)
+                .for_each(|_| world.create(Duration::from_millis(MISSED_IN_MS), Scheduling::Forgotten));
+            return calm_with_missed(world, Duration::from_millis(MISSED_IN_MS));
         }
         Step::CalmUntil { sort, ms } => return calm_until(world, *sort, Duration::from_millis(*ms)),
         Step::Turn { worker } => world.turn(*worker),

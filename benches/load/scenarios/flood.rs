@@ -11,6 +11,7 @@ use order_timeout_core::message::{ALARM_TYPE, Alarm};
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::linux;
 use serde_json::{Map, Value, json};
+use time::OffsetDateTime;
 use uuid::Uuid;
 
 use crate::Options;
@@ -112,7 +113,9 @@ async fn run_in(
         [("before", begin, flooded_at), ("during", flooded_at, over_at), ("afterwards", over_at, last)]
     {
         figures.insert(format!("lateness_{phase}_ms"), lateness(env, from, to).await?);
+        figures.insert(format!("closed_by_{phase}"), closed_by(env, from, to).await?);
     }
+    figures.insert("swept_due_s_after_the_flood_began".into(), swept_between(env, flooded_at, last).await?);
     figures.insert("unacknowledged_at_the_end".into(), json!(unacknowledged));
     figures.insert("worker_peak_rss_mib".into(), json!(report::whole(worker_mib)));
     figures.insert("broker_rss_mib".into(), json!([peak_mib, broker_mib]));
@@ -164,13 +167,37 @@ fn message(exchange: &str, sort: Sort, number: usize, existing: &[OrderDeadline]
 }
 
 async fn lateness(env: &BenchEnv<'_>, from: Timestamp, to: Timestamp) -> anyhow::Result<Value> {
-    let bound = |moment| postgres::timestamp(moment).context("a deadline within the calendar");
     let mut lateness_us = histogram();
     for late_us in ledger::lateness(&env.pool, bound(from)?, bound(to)?).await? {
         // The ledger counts those that were early.
         lateness_us.record(u64::try_from(late_us).unwrap_or_default())?;
     }
     Ok(lateness_ms(&lateness_us))
+}
+
+/// By which path, of the good orders that fell due in this time.
+async fn closed_by(env: &BenchEnv<'_>, from: Timestamp, to: Timestamp) -> anyhow::Result<Value> {
+    let count = sqlx::query_as(
+        "SELECT closed_by, count(*) FROM orders
+         WHERE status = 'closed' AND expires_at >= $1 AND expires_at < $2 GROUP BY closed_by",
+    );
+    let by: Vec<(String, i64)> = count.bind(bound(from)?).bind(bound(to)?).fetch_all(&env.pool).await?;
+    Ok(by.into_iter().map(|(by, orders)| (by, json!(orders))).collect::<Map<_, _>>().into())
+}
+
+/// The first and the last deadline of those that the sweep closed.
+async fn swept_between(env: &BenchEnv<'_>, from: Timestamp, to: Timestamp) -> anyhow::Result<Value> {
+    let found = sqlx::query_as(
+        "SELECT extract(epoch FROM min(expires_at) - $1)::float8, extract(epoch FROM max(expires_at) - $1)::float8
+         FROM orders WHERE closed_by = 'sweep' AND expires_at >= $1 AND expires_at < $2",
+    );
+    let (first, last): (Option<f64>, Option<f64>) =
+        found.bind(bound(from)?).bind(bound(to)?).fetch_one(&env.pool).await?;
+    Ok(json!([first, last]))
+}
+
+fn bound(moment: Timestamp) -> anyhow::Result<OffsetDateTime> {
+    postgres::timestamp(moment).context("a deadline within the calendar")
 }
 
 /// Deliveries of this namespace, held alarms included.

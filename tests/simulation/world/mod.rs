@@ -74,6 +74,8 @@ pub enum Mutant {
     HoldsTooLong,
     /// Orders are never read ahead, however late alarms are.
     ReadsNothingAhead,
+    /// Nothing follows from alarms that are missing shortly before their deadlines.
+    OverlooksMissingAlarms,
 
     /// A worker that starts does not read that closing is paused already.
     BrakeForgetsOnRestart,

@@ -29,6 +29,8 @@ pub struct MutantEngine {
     backed_off: BTreeSet<OrderId>,
     /// Leases under which one attempt was answered to be closed.
     decided: BTreeSet<Lease>,
+    /// Whether the page that was asked for last is none of a pass.
+    looks_at_arrivals: bool,
 }
 
 impl MutantEngine {
@@ -44,7 +46,7 @@ impl MutantEngine {
         let engine = if has_provider { Engine::with_provider(policy, closing_policy()) } else { Engine::new(policy) };
         let (in_flight, settlements) = (BTreeMap::new(), Vec::new());
         let (backed_off, decided) = (BTreeSet::new(), BTreeSet::new());
-        Self { engine, bug, in_flight, settlements, backed_off, decided }
+        Self { engine, bug, in_flight, settlements, backed_off, decided, looks_at_arrivals: false }
     }
 
     pub fn handle(&mut self, input: Input, now: Timestamp) {
@@ -72,6 +74,9 @@ impl MutantEngine {
             actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
         }
         for action in &mut actions {
+            if let Action::Sweep(page) = action {
+                self.looks_at_arrivals = page.limit != policy().sweep_page;
+            }
             if let (Action::Closing(ClosingAction::Call(call)), Mutant::CancelsBeforeAsking) = (&mut *action, self.bug)
             {
                 call.kind = CallKind::Cancel;
@@ -173,6 +178,7 @@ impl MutantEngine {
 
     fn mutate_page(&mut self, mut page: SweptPage) -> SweptPage {
         match self.bug {
+            Mutant::OverlooksMissingAlarms if self.looks_at_arrivals => page.orders.clear(),
             Mutant::ForgetsFailed => page.orders.retain(|overdue| !self.backed_off.contains(&overdue.order_id)),
             Mutant::FailureEndsPass => {
                 if let Some(at) = page.orders.iter().position(|overdue| self.backed_off.contains(&overdue.order_id)) {

@@ -49,20 +49,20 @@ fn hash(text: &str) -> u32 {
 #[derive(Debug)]
 pub(super) struct LookAhead {
     share: Share,
-    /// When an order was last closed without its alarm, or a page was last read without a session.
+    /// When an order was last closed without its alarm, many alarms were last missing, or a page was last read without a session.
     without_alarm: Option<Timestamp>,
     /// When an order was last closed by an alarm that had come before the deadline.
     in_time: Option<Timestamp>,
-    /// Alarms of later deadlines are expected to arrive in time. `None` without a session.
-    expected_from: Option<Timestamp>,
-    /// How many orders with such deadlines were closed without their alarms, and how many by them.
+    /// Since when a session is open.
+    session_since: Option<Timestamp>,
+    /// How many orders were closed without their alarms, and how many by them, of those whose alarms had to arrive in time.
     missed: u64,
     by_alarm: u64,
 }
 
 impl LookAhead {
     pub fn new() -> Self {
-        Self { share: Share::ALL, without_alarm: None, in_time: None, expected_from: None, missed: 0, by_alarm: 0 }
+        Self { share: Share::ALL, without_alarm: None, in_time: None, session_since: None, missed: 0, by_alarm: 0 }
     }
 
     pub fn set_share(&mut self, share: Share) {
@@ -70,11 +70,11 @@ impl LookAhead {
     }
 
     pub fn session_opened(&mut self, now: Timestamp) {
-        self.expected_from = Some(now + COMING_BACK);
+        self.session_since = Some(now);
     }
 
     pub fn session_ended(&mut self) {
-        self.expected_from = None;
+        self.session_since = None;
     }
 
     /// An alarm has closed its order in time.
@@ -97,8 +97,24 @@ impl LookAhead {
         self.missed += u64::from(self.is_expected(deadline));
     }
 
+    /// So many alarms are missing shortly before their deadlines that they do not arrive in time.
+    pub fn note_missing(&mut self, now: Timestamp) {
+        self.without_alarm = Some(now);
+    }
+
+    /// Whether an alarm of this deadline must be with a worker of this session before it. Those that were delivered before the
+    /// session may be with another worker, as long as alarms are held.
+    pub fn must_be_here(&self, deadline: Deadline, policy: &Policy) -> bool {
+        self.session_since.is_some_and(|since| deadline >= since + policy.hold_max)
+    }
+
     fn is_expected(&self, deadline: Deadline) -> bool {
-        self.expected_from.is_some_and(|from| deadline >= from)
+        self.session_since.is_some_and(|since| deadline >= since + COMING_BACK)
+    }
+
+    /// How many workers share the orders.
+    pub fn workers(&self) -> usize {
+        self.share.workers as usize
     }
 
     /// How many orders were closed without their alarms, and how many by them in time, of those that had to be.
@@ -108,10 +124,9 @@ impl LookAhead {
 
     /// A pause must not become longer by the time that the clock was set back.
     pub fn clock_was_set_back(&mut self, now: Timestamp) {
-        for moment in [&mut self.without_alarm, &mut self.in_time] {
+        for moment in [&mut self.without_alarm, &mut self.in_time, &mut self.session_since] {
             *moment = moment.map(|moment| moment.min(now));
         }
-        self.expected_from = self.expected_from.map(|from| from.min(now + COMING_BACK));
     }
 
     /// How far the next page reaches. `has_room`: whether more orders may be held.

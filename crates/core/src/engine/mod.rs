@@ -2,7 +2,7 @@
 //! hold what goes in and out, `work_item.rs` an order that is being worked on, `decide.rs` the outcome table,
 //! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
 //! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
-//! anything, `sweep.rs` the safety net, `look_ahead.rs` how far it reads, `circulation.rs` what the broker returns early,
+//! anything, `sweep.rs` the safety net, `look_ahead.rs` how far it reads, `arrivals.rs` whether alarms come in time, `circulation.rs` what the broker returns early,
 //! `brake.rs` how much may be closed before that looks usual, `closing/` the
 //! closing protocol with a payment provider, `order_backoff.rs` how long an order waits before the next try, `policy.rs` the limits, `snapshot.rs` the read side.
 //!
@@ -11,6 +11,7 @@
 
 mod action;
 mod apply;
+mod arrivals;
 mod availability;
 mod batching;
 mod brake;
@@ -39,8 +40,9 @@ use crate::brake::Counts;
 use crate::hold::Hold;
 use crate::kind::Kind;
 use crate::message::Alarm;
-use crate::order::{CloseResult, Deadline, OrderId, Outcome, Overdue, SweptPage, Timestamp};
+use crate::order::{CloseResult, Deadline, OrderId, Outcome, Overdue, SweepPage, SweptPage, Timestamp};
 pub use action::Action;
+use arrivals::Arrivals;
 use availability::Availability;
 pub use availability::Unavailable;
 use brake::Brake;
@@ -99,6 +101,7 @@ pub struct Engine {
     availability: Availability,
     sweep: Sweep,
     look_ahead: LookAhead,
+    arrivals: Arrivals,
     session: u64,
     is_consuming: bool,
     draining: bool,
@@ -140,6 +143,7 @@ impl Engine {
             availability: Availability::default(),
             sweep: Sweep::new(),
             look_ahead: LookAhead::new(),
+            arrivals: Arrivals::default(),
             session: 0,
             is_consuming: false,
             draining: false,
@@ -202,11 +206,15 @@ impl Engine {
             Input::Swept(page) => {
                 self.overdue_is_known = true;
                 self.availability.note_swept();
-                self.accept_overdue(page, now);
+                match self.arrivals.take_looking() {
+                    true => self.note_arrivals(&page, now),
+                    false => self.accept_overdue(page, now),
+                }
             }
             Input::NotSwept(reason) => {
                 self.overdue_is_known = false;
                 self.availability.note_not_swept(reason, now);
+                self.arrivals.take_looking();
                 self.sweep.page_failed(&self.policy, now);
             }
             Input::ShareChanged(share) => self.look_ahead.set_share(share),
@@ -260,14 +268,7 @@ impl Engine {
         if let Some(closing) = &mut self.closing {
             actions.extend(closing.poll_actions(now).into_iter().map(Action::Closing));
         }
-        if self.wants_sweep_page() {
-            let has_room = self.hold.len() < MAX_HELD_WHILE_READING_AHEAD;
-            let reach = self.look_ahead.reach(&self.policy, self.is_consuming, has_room, now);
-            if let Some(page) = self.sweep.page(&self.policy, reach, now) {
-                self.look_ahead.page_asked(self.is_consuming, now);
-                actions.push(Action::Sweep(page));
-            }
-        }
+        actions.extend(self.next_page(now).map(Action::Sweep));
         self.rearms.extend(self.rearm_retries.take_ready(now));
         self.dead_letters.extend(self.park_retries.take_ready(now));
         actions.extend(self.next_rearms().map(Action::Rearm));
@@ -279,6 +280,25 @@ impl Engine {
             actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
         }
         actions
+    }
+
+    /// A look at arrivals goes before a pass, which then reads ahead if it must. It wakes nothing by itself: passes are as
+    /// frequent.
+    fn next_page(&mut self, now: Timestamp) -> Option<SweepPage> {
+        if !self.wants_sweep_page() {
+            return None;
+        }
+        if self.sweep.is_due(now) && !self.look_ahead.is_active(&self.policy, self.is_consuming, now) {
+            let look = self.arrivals.page(&self.policy, self.look_ahead.workers(), now);
+            if look.is_some() {
+                return look;
+            }
+        }
+        let has_room = self.hold.len() < MAX_HELD_WHILE_READING_AHEAD;
+        let reach = self.look_ahead.reach(&self.policy, self.is_consuming, has_room, now);
+        let page = self.sweep.page(&self.policy, reach, now)?;
+        self.look_ahead.page_asked(self.is_consuming, now);
+        Some(page)
     }
 
     /// Alarms that wait for their deadlines go before retries, of which a flood may have many.
@@ -403,6 +423,7 @@ impl Engine {
         self.park_retries.clock_was_set_back(now);
         self.sweep.clock_was_set_back(now);
         self.look_ahead.clock_was_set_back(now);
+        self.arrivals.clock_was_set_back();
         if let Some(closing) = &mut self.closing {
             closing.clock_was_set_back(now);
         }
@@ -634,10 +655,21 @@ impl Engine {
     /// memory. And none while nothing can be closed.
     fn wants_sweep_page(&self) -> bool {
         !self.draining
+            && !self.arrivals.is_looking()
             && !self.is_paused()
             && !self.availability.is_unavailable()
             && self.ready.swept_len() < self.policy.sweep_page
             && self.ready.looked_ahead.len() < self.policy.sweep_page
+    }
+
+    /// Notes whether the alarms of these orders, which are about to fall due, are here.
+    fn note_arrivals(&mut self, page: &SweptPage, now: Timestamp) {
+        for order in &page.orders {
+            let is_here = self.has_alarm(&key_of(order)) || !self.look_ahead.must_be_here(order.deadline, &self.policy);
+            if self.arrivals.note(order, is_here, self.look_ahead.workers()) {
+                self.look_ahead.note_missing(now);
+            }
+        }
     }
 
     fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {

@@ -112,6 +112,11 @@ impl Sweep {
         self.next_at.filter(|_| !self.asking)
     }
 
+    /// Whether a page is wanted now.
+    pub fn is_due(&self, now: Timestamp) -> bool {
+        self.ready_at().is_some_and(|at| at <= now)
+    }
+
     /// The page that is wanted now, if any.
     pub fn page(&mut self, policy: &Policy, reach: SweepReach, now: Timestamp) -> Option<SweepPage> {
         let Some(next_at) = self.next_at else {

@@ -5,6 +5,7 @@ use crate::alarm::Returns;
 use crate::message::Alarm;
 use crate::order::{CloseError, CloseOutcome, ClosedBy, SweepPage, SweepPlace};
 
+mod arrivals;
 mod availability;
 mod batching;
 mod circulation;
@@ -60,13 +61,29 @@ fn delivered(order: &str, deadline: Timestamp, session: u64, tag: u64) -> Input 
     })
 }
 
+/// What is to be done at this time. Where the engine looks at arrivals first, no order is about to fall due.
+fn actions(engine: &mut Engine, now: Timestamp) -> Vec<Action> {
+    let mut actions = engine.poll_actions(now);
+    if let Some(at) = actions.iter().position(|action| matches!(action, Action::Sweep(page) if is_look(page, now))) {
+        actions.remove(at);
+        engine.handle(swept(&[]), now);
+        actions.extend(engine.poll_actions(now));
+    }
+    actions
+}
+
+/// Whether this page is a look at arrivals, and none of a pass.
+fn is_look(page: &SweepPage, now: Timestamp) -> bool {
+    page.after.as_ref().is_some_and(|after| after.deadline > now)
+}
+
 /// The batches among the actions at this time; there must be no other action.
 fn batches(engine: &mut Engine, now: Timestamp) -> Vec<Batch> {
     let only_batches = |action| match action {
         Action::Close(batch) => batch,
         other => panic!("unexpected {other:?}"),
     };
-    engine.poll_actions(now).into_iter().map(only_batches).collect()
+    actions(engine, now).into_iter().map(only_batches).collect()
 }
 
 fn found(outcome: Outcome) -> CloseResult {
@@ -113,7 +130,7 @@ fn run_until(
 ) -> Vec<String> {
     let mut closed: Vec<String> = Vec::new();
     while *now < end {
-        for action in engine.poll_actions(*now) {
+        for action in actions(engine, *now) {
             match action {
                 Action::Sweep(_) => {
                     let is_open = |(id, _): &&(&str, i64)| !closed.iter().any(|one| one == id);
@@ -138,7 +155,7 @@ fn run_until(
 }
 
 fn swept_page(engine: &mut Engine, now: Timestamp) -> SweepPage {
-    let mut actions = engine.poll_actions(now);
+    let mut actions = actions(engine, now);
     let Some(Action::Sweep(page)) = actions.pop() else { panic!("{actions:?}") };
     page
 }
