@@ -132,6 +132,12 @@ enum Scenario {
         /// How long the provider takes for each call
         #[arg(long, default_value_t = 50)]
         answer_ms: u64,
+        /// So many more orders fall due together after a second, and the provider fails each call about them
+        #[arg(long, default_value_t = 0)]
+        failing: u32,
+        /// The settings also name a provider with one request a second, which no order uses
+        #[arg(long)]
+        idle_provider: bool,
     },
     /// How fast alarms are scheduled, against a bare client that publishes the same (50 000)
     Publish,
@@ -210,9 +216,9 @@ async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) 
         Scenario::Burst { route } => burst::burst(servers, options, orders(20_000), route).await,
         Scenario::Flash { route } => burst::flash(servers, options, orders(20_000), route).await,
         Scenario::FlashSale => flash_sale::run(servers, options, orders(100_000)).await,
-        Scenario::Provider { rate, seconds, answer_ms } => {
+        Scenario::Provider { rate, seconds, answer_ms, failing, idle_provider } => {
             let answer = Duration::from_millis(answer_ms);
-            provider::run(servers, options, provider::Load { rate, seconds, answer }).await
+            provider::run(servers, options, provider::Load { rate, seconds, answer, failing, idle_provider }).await
         }
         Scenario::Steady { rate, seconds, delay, route } => {
             steady::run(servers, options, steady::Load { rate, seconds, delay, route }).await

@@ -239,8 +239,7 @@ pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
             return calm(world, Duration::from_millis(RECOVERED_MS + apart_ms + 1_000));
         }
         Step::MissAlarmsTogether => {
-            (0..MISSED_TOGETHER)
-                .for_each(|_| world.create(Duration::from_millis(MISSED_IN_MS), Scheduling::Forgotten));
+            (0..MISSED_TOGETHER).for_each(|_| world.create(Duration::from_millis(MISSED_IN_MS), Scheduling::Forgotten));
             return calm_with_missed(world, Duration::from_millis(MISSED_IN_MS));
         }
         Step::CalmUntil { sort, ms } => return calm_until(world, *sort, Duration::from_millis(*ms)),

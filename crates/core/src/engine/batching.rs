@@ -32,9 +32,15 @@ impl Engine {
             }
             None => {
                 let ready = |source: &ReadySource| self.source_ready_at(*source).is_some_and(|at| at <= now);
-                // An order that was read ahead is known to be due. Alarms may be a flood for orders that do not exist.
+                // An order that was read ahead is known to be due. Alarms may be a flood for orders that do not exist, most
+                // likely those that came after their deadlines.
                 let looked_ahead = ready(&ReadySource::LookedAhead);
-                let waits = |source| looked_ahead && matches!(source, ReadySource::Fresh | ReadySource::Late);
+                let fresh = self.may_be_flooded() && ready(&ReadySource::Fresh);
+                let waits = |source| match source {
+                    ReadySource::Fresh => looked_ahead,
+                    ReadySource::Late => looked_ahead || fresh,
+                    _ => false,
+                };
                 let ready = ReadySource::ALL.into_iter().filter(ready);
                 let source =
                     ready.min_by_key(|source| (waits(*source), self.yields(*source), self.ready.since(*source)))?;
@@ -74,6 +80,8 @@ impl Engine {
             _ if self.idle_closers == 0 => None,
             ReadySource::Fresh => self.ready.fresh.ready_at(size, linger),
             ReadySource::LookedAhead => self.ready.looked_ahead.ready_at(size, linger),
+            // What falls due next finds a closer, however many alarms came late.
+            ReadySource::Late if self.may_be_flooded() && !self.leaves_a_closer() => None,
             ReadySource::Late => self.ready.late.ready_at(size, linger),
             ReadySource::Overdue => self.ready.overdue.ready_at(size, Duration::ZERO),
             // Not sooner for a full batch: all of them wait only for another session to finish.
@@ -88,6 +96,11 @@ impl Engine {
     /// that forever.
     fn retry_ready_at(&self, ready_at: Option<Timestamp>) -> Option<Timestamp> {
         if self.leaves_a_closer() { ready_at } else { Some(ready_at? + self.policy.longest_overdue_pause()) }
+    }
+
+    /// Whether alarms arrive, and not in time.
+    fn may_be_flooded(&self) -> bool {
+        self.is_consuming && self.reads_ahead()
     }
 
     /// Whether another closer stays free if one is taken now. A single closer is always taken.

@@ -282,13 +282,17 @@ impl Engine {
         actions
     }
 
+    fn reads_ahead(&self) -> bool {
+        self.look_ahead.is_active(&self.policy, self.is_consuming, self.latest_time)
+    }
+
     /// A look at arrivals goes before a pass, which then reads ahead if it must. It wakes nothing by itself: passes are as
     /// frequent.
     fn next_page(&mut self, now: Timestamp) -> Option<SweepPage> {
         if !self.wants_sweep_page() {
             return None;
         }
-        if self.sweep.is_due(now) && !self.look_ahead.is_active(&self.policy, self.is_consuming, now) {
+        if self.sweep.is_due(now) && !self.reads_ahead() {
             let look = self.arrivals.page(&self.policy, self.look_ahead.workers(), now);
             if look.is_some() {
                 return look;
@@ -675,7 +679,7 @@ impl Engine {
     fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {
         let mut failed_before = Vec::new();
         let closers_are_behind = self.idle_closers == 0 && self.ready.has_fresh_alarms();
-        let looks_ahead = self.look_ahead.is_active(&self.policy, self.is_consuming, now);
+        let looks_ahead = self.reads_ahead();
         let nothing_is_new =
             closers_are_behind && !page.orders.is_empty() && page.orders.iter().all(|one| self.has_alarm(&key_of(one)));
         let wanted = self.sweep.take_page(page, &self.policy, now);

@@ -242,3 +242,18 @@ fn order_read_ahead_goes_before_alarms() {
     let next = batches_between_pages(&mut engine, at_ms(703)).remove(0);
     assert_eq!((next.by, names(&next)), (ClosedBy::LookAhead, vec!["real"]));
 }
+
+#[test]
+fn timely_alarm_goes_before_late_ones() {
+    let mut engine = engine_that_swept();
+    for tag in 2..=20 {
+        engine.handle(delivered(&format!("flood-{tag}"), at_ms(0), 1, tag), at_ms(1_400));
+    }
+    let mut flood = batches_between_pages(&mut engine, at_ms(1_402));
+    assert_eq!(flood.len(), 1, "the other closer is left to those in time");
+    let flood = flood.remove(0);
+    engine.handle(delivered("good", at_ms(1_500), 1, 1), at_ms(1_403));
+    finish(&mut engine, flood, &found(Outcome::Unknown), at_ms(1_510));
+    let next = batches_between_pages(&mut engine, at_ms(1_510));
+    assert_eq!((next.len(), names(&next[0])), (1, vec!["good"]));
+}
