@@ -1,6 +1,6 @@
 //! The worker's engine: decides what happens next with each alarm and each overdue order. `input.rs` and `action.rs`
 //! hold what goes in and out, `work_item.rs` an order that is being worked on, `decide.rs` the outcome table,
-//! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
+//! `apply.rs` what a decision means for a work item, `ready_queues.rs`, `rearm_queue.rs` and `retry_list.rs` what waits, `batching.rs`
 //! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
 //! anything, `sweep.rs` the safety net, `look_ahead.rs` how far it reads, `arrivals.rs` whether alarms come in time, `circulation.rs` what the broker returns early,
 //! `brake.rs` how much may be closed before that looks usual, `closing/` the
@@ -24,6 +24,7 @@ mod look_ahead;
 mod order_backoff;
 mod policy;
 mod ready_queues;
+mod rearm_queue;
 mod retry_list;
 mod snapshot;
 mod sweep;
@@ -59,6 +60,7 @@ pub use look_ahead::Share;
 pub use order_backoff::LONGEST_RETRY_FACTOR;
 pub use policy::Policy;
 use ready_queues::ReadyQueues;
+use rearm_queue::RearmQueue;
 use retry_list::{FailureScope, RetryList};
 pub use snapshot::Snapshot;
 use sweep::{LastTry, Sweep};
@@ -108,7 +110,7 @@ pub struct Engine {
     /// Nothing is closed, swept or consumed until it ends.
     closing_is_paused: bool,
     brake: Brake,
-    rearms: Vec<Rearm>,
+    rearms: RearmQueue,
     /// How many are handed out and not reported.
     rearming: usize,
     rearm_retries: RetryList<Rearm>,
@@ -149,7 +151,7 @@ impl Engine {
             draining: false,
             closing_is_paused: false,
             brake: Brake::default(),
-            rearms: Vec::new(),
+            rearms: RearmQueue::default(),
             rearming: 0,
             rearm_retries: RetryList::default(),
             circulation: Circulation::default(),
@@ -235,7 +237,7 @@ impl Engine {
                 self.is_consuming = true;
                 self.look_ahead.session_opened(now);
                 // The broker redelivers what came in an ended session; keeping it here as well would do it twice.
-                self.rearms.retain(|rearm| rearm.receipt.session >= number);
+                self.rearms.keep_from(number);
                 self.rearm_retries.keep_from(number);
                 self.park_retries.keep_from(number);
             }
@@ -243,7 +245,7 @@ impl Engine {
                 self.is_consuming = false;
                 self.look_ahead.session_ended();
                 let ended = self.session;
-                self.rearms.retain(|rearm| rearm.receipt.session > ended);
+                self.rearms.keep_from(ended + 1);
                 // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
                 // rearming works again.
                 self.rearm_retries.keep_one();
@@ -269,7 +271,7 @@ impl Engine {
             actions.extend(closing.poll_actions(now).into_iter().map(Action::Closing));
         }
         actions.extend(self.next_page(now).map(Action::Sweep));
-        self.rearms.extend(self.rearm_retries.take_ready(now));
+        self.rearm_retries.take_ready(now).into_iter().for_each(|rearm| self.rearms.push(rearm));
         self.dead_letters.extend(self.park_retries.take_ready(now));
         actions.extend(self.next_rearms().map(Action::Rearm));
         if self.parking == 0 && !self.dead_letters.is_empty() {
@@ -305,14 +307,10 @@ impl Engine {
         Some(page)
     }
 
-    /// Alarms that wait for their deadlines go before retries, of which a flood may have many.
     fn next_rearms(&mut self) -> Option<Vec<Rearm>> {
-        let room = MAX_REARMING.saturating_sub(self.rearming).min(self.rearms.len());
-        if room < self.rearms.len() {
-            self.rearms.sort_by_key(|rearm| matches!(rearm.wanted, Wanted::NotBefore(_)));
-        }
-        self.rearming += room;
-        (room > 0).then(|| self.rearms.drain(..room).collect())
+        let rearms = self.rearms.take(MAX_REARMING.saturating_sub(self.rearming));
+        self.rearming += rearms.len();
+        (!rearms.is_empty()).then_some(rearms)
     }
 
     /// When [`Engine::poll_actions`] has something new even without another input.
@@ -375,7 +373,8 @@ impl Engine {
         self.draining = true;
         let mut waiting = self.hold.drain();
         waiting.extend(self.ready.drain());
-        let rearms = self.rearm_retries.drain().into_iter().chain(self.rearms.drain(..)).map(|rearm| rearm.receipt);
+        let rearms =
+            self.rearm_retries.drain().into_iter().chain(self.rearms.take(usize::MAX)).map(|rearm| rearm.receipt);
         let dead_letters = self.park_retries.drain().into_iter().map(|(_, receipt)| receipt);
         let unparked = self.dead_letters.drain(..).map(|(_, receipt)| receipt);
         let receipts: Vec<Receipt> =
