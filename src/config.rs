@@ -214,15 +214,14 @@ pub struct BrakeSettings {
     pub enabled: bool,
     pub times_usual: u32,
     pub always_allowed: u32,
-    pub sample: u32,
 }
 
 impl BrakeSettings {
     /// The bounds; `None` if it is off.
     #[must_use]
     pub fn bounds(&self) -> Option<Bounds> {
-        let &Self { enabled, times_usual, always_allowed, sample } = self;
-        enabled.then_some(Bounds { times_usual, floor: always_allowed, sample })
+        let &Self { enabled, times_usual, always_allowed } = self;
+        enabled.then_some(Bounds { times_usual, floor: always_allowed })
     }
 }
 

@@ -28,12 +28,15 @@ pub struct PauseArgs {
 /// Arguments of `resume`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Everything that is due is closed then. Without --kind every pause ends. The brake does not trip again on what is due at
-this moment.")]
+Everything that is due is closed then: how much that is, and whether payments were found of late, is shown first. Without
+--kind every pause ends. The brake does not trip again on what is due at this moment.")]
 pub struct ResumeArgs {
     /// Why, for the event closing.resumed and the table closing_pauses
     #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
     why: Option<String>,
+    /// Resume although more than 20 orders are due; without it that only shows them
+    #[arg(long)]
+    yes: bool,
     #[command(flatten)]
     of: OfPause,
 }
@@ -86,17 +89,23 @@ pub async fn pause(args: &PauseArgs, settings: &Settings) -> anyhow::Result<Comm
 /// # Errors
 /// As of [`pause`]. Exit code 1 also if the kind is still paused.
 pub async fn resume(args: &ResumeArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let ResumeArgs { why, of } = args;
+    let ResumeArgs { why, yes, of } = args;
     let database = of.database(settings).await?;
-    let resumed = pause_closing::resume(&database, of.kind.as_ref(), why.as_deref(), &of.who()).await?;
+    let resumed = pause_closing::resume(&database, settings, of.kind.as_ref(), why.as_deref(), &of.who(), *yes).await?;
     let mut output = CommandOutcome { code: u8::from(!resumed.still_paused.is_empty()), ..CommandOutcome::default() };
     if of.json {
         output.line(json!(resumed));
         return Ok(output);
     }
-    let Resumed { ended, still_paused } = resumed;
+    let Resumed { needs_yes, due, ended, still_paused } = resumed;
     if ended.is_empty() && still_paused.is_empty() {
         output.line("nothing is paused");
+    }
+    due.iter().filter(|of| of.orders != Some(0)).for_each(|of| output.line(of.sentence()));
+    if needs_yes {
+        still_paused.iter().for_each(|pause| output.line(pause.sentence()));
+        output.line("nothing resumed; add --yes to close these orders");
+        return Ok(output);
     }
     ended.iter().for_each(|pause| output.line(format!("resumed; {}", pause.sentence_when_over())));
     for pause in &still_paused {

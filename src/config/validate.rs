@@ -109,7 +109,6 @@ impl Settings {
         for (key, value, least, most) in [
             ("brake.times_usual", brake.times_usual, 2, 1_000),
             ("brake.always_allowed", brake.always_allowed, 1, u32::MAX),
-            ("brake.sample", brake.sample, 10, 100_000),
         ] {
             if !(least..=most).contains(&value) {
                 return Err(SettingsError::of(key, format!("{value} is not between {least} and {most}")));

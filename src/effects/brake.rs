@@ -7,8 +7,8 @@
 use std::time::{Duration, Instant};
 
 use order_timeout_core::brake::{
-    Bounds, Counts, FORESEE_AHEAD, FORESEEN_MINUTES_BEFORE, Limits, Minute, MinuteCounts, Trip, Usual, Window,
-    foreseen_of_gap, minute_of,
+    Bounds, Counts, FORESEE_AHEAD, FORESEEN_MINUTES_BEFORE, Limits, Minute, MinuteCounts, OtherWorkers, Trip, Usual,
+    Window, foreseen_of_gap, minute_of,
 };
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
@@ -38,6 +38,7 @@ pub(crate) struct Brake {
     bounds: Bounds,
     usual: Usual,
     learned: Option<Instant>,
+    others: OtherWorkers,
     /// The minute of the last count of orders that fall due.
     counted_in: Option<Minute>,
     /// When such a count was last complete.
@@ -58,6 +59,7 @@ impl Brake {
             bounds,
             usual: Usual::default(),
             learned: None,
+            others: OtherWorkers::default(),
             counted_in: None,
             counted: None,
             counting: None,
@@ -121,8 +123,12 @@ impl Brake {
         self.last_turn = Some(Instant::now());
         self.count_once_a_minute(at, &minutes);
         let window = Window { minutes: &minutes, now, resumed_in: known_until.map(minute_of) };
+        let others = self.others.found(&window, &counts.woken);
+        // In a new shop these hours are all that is known.
+        self.usual.paid_share = self.usual.paid_share.or_else(|| Usual::of(&minutes, now).paid_share);
         Ok(window.judge(&self.usual, &self.bounds).map(|closes_left| Limits {
             paid_share: self.usual.paid_share,
+            others,
             closes_left,
             counted: counts.total,
             known_until,

@@ -3,7 +3,7 @@
 //! Stores; judges nothing. A few rows a second for each kind that closes orders, none of them in a close's transaction.
 
 use order_timeout_client::postgres::Timestamptz;
-use order_timeout_core::brake::{Counts, Minute, MinuteCounts, ProviderCounts, unforeseen};
+use order_timeout_core::brake::{Counts, Minute, MinuteCounts, ProviderCounts, Woken, unforeseen};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use sqlx::postgres::PgRow;
@@ -71,7 +71,7 @@ pub async fn add(connection: &mut PgConnection, kind: &Kind, counts: &Counts, no
     let closed: u64 = counts.closed_by_due.values().sum();
     let add = sqlx::query(ADD).bind(kind.as_str()).bind(now).bind(signed(closed)).bind(signed(not_foreseen));
     let ProviderCounts { asked, paid, unknown } = counts.answers;
-    let add = add.bind(signed(counts.woken_closed)).bind(signed(counts.woken_paid));
+    let add = add.bind(signed(counts.woken.closed)).bind(signed(counts.woken.paid));
     add.bind(signed(asked)).bind(signed(paid)).bind(signed(unknown)).execute(connection).await.map(drop)
 }
 
@@ -129,8 +129,7 @@ fn read(row: &PgRow) -> Result<MinuteCounts, sqlx::Error> {
         minute: row.try_get("minute")?,
         closed: count(row, "closed")?,
         unforeseen: count(row, "unforeseen")?,
-        woken_closed: count(row, "woken_closed")?,
-        woken_paid: count(row, "woken_paid")?,
+        woken: Woken { closed: count(row, "woken_closed")?, paid: count(row, "woken_paid")? },
         foreseen: foreseen.map(i64::unsigned_abs),
         closed_of_due: count(row, "closed_of_due")?,
         answers: ProviderCounts {

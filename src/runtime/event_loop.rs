@@ -183,8 +183,7 @@ impl EventLoop {
                 self.clock.learn(sample);
                 self.recorder.clock(&self.clock);
                 self.engine.handle(Input::ClockRead, self.clock.now());
-                // It ends with the worker's stop.
-                let _ = self.outputs.closing_reports.send(ClosingReport::Counts(self.engine.take_counts()));
+                self.report_counts();
                 // Arrives each second, so that collected counts are logged even if nothing else happens.
                 self.warnings.log_due(&self.engine, &self.engine.snapshot(self.clock.now()));
                 self.effects.parked.lock().expect("no holder panics").log_due();
@@ -203,6 +202,11 @@ impl EventLoop {
         self.recorder.degraded(Cause::AlarmsNotArriving, self.sweep.why(std::time::Instant::now()).as_deref());
         self.recorder.degraded(Cause::ProviderAway, self.effects.sick_provider().as_deref());
         self.recorder.provider_loads(&self.effects.provider_loads());
+    }
+
+    fn report_counts(&mut self) {
+        // It ends with the worker's stop.
+        let _ = self.outputs.closing_reports.send(ClosingReport::Counts(self.engine.take_counts()));
     }
 
     fn record_batch(&mut self, batch: &Batch, result: &BatchResult) {
@@ -226,6 +230,7 @@ impl EventLoop {
                 Action::Closing(action) => self.effects.closing(action, self.clock),
                 // As above; then nothing is closed any more.
                 Action::PauseClosing(trip) => drop(self.outputs.closing_reports.send(ClosingReport::Trip(trip))),
+                Action::ReportCounts => self.report_counts(),
                 Action::Rearm(jobs) => self.effects.rearm(jobs, self.clock),
                 Action::Park(dead_letters) => self.effects.park(dead_letters),
                 Action::Sweep(page) => {

@@ -427,7 +427,6 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         sweep_page: SWEEP_PAGE,
         look_ahead: settings.sweep.look_ahead,
         has_no_alarms,
-        brake_sample: settings.brake.sample,
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }
 }

@@ -7,9 +7,11 @@ use order_timeout::Settings;
 use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
+use serde_json::Value;
 use sqlx::AssertSqlSafe;
 use tempfile::NamedTempFile;
+use uuid::Uuid;
 
 const BRAKED: &str = "SELECT count(*) FROM closing_pauses WHERE cause = 'brake'";
 const UNFINISHED: &str = "SELECT count(*) FROM orders WHERE status IN ('unpaid', 'closing')";
@@ -39,12 +41,87 @@ async fn braked_because(env: &TestEnv) -> String {
 }
 
 async fn resume(env: &TestEnv) {
-    let (code, said, why) = call_with(&env.settings, &["resume", "--why", "the cause is gone"]).await;
+    let (code, said, why) = call_with(&env.settings, &["resume", "--yes", "--why", "the cause is gone"]).await;
     assert_eq!(code, 0, "{said}{why}");
 }
 
+/// Thirty orders a second fall due until there are so many of something, and customers pay seven of ten. Returns those of
+/// which no callback arrived.
+async fn sell(env: &TestEnv, callbacks_arrive: bool, least: i64, of: &'static str) -> Vec<Uuid> {
+    let (mut numbers, mut missing) = (0_u32.., Vec::new());
+    let mut tenths = tokio::time::interval(Duration::from_millis(100));
+    while env.count(of).await < least {
+        tenths.tick().await;
+        let orders = env.orders(3, Duration::from_secs(1)).await;
+        env.deliver(&orders).await;
+        for order in orders.iter().filter(|_| numbers.next().is_some_and(|number| number % 10 < 7)) {
+            if callbacks_arrive {
+                env.pay(order).await;
+            } else {
+                missing.push(order.id);
+            }
+        }
+    }
+    missing
+}
+
+async fn closed_among(env: &TestEnv, ids: &[Uuid]) -> i64 {
+    let count = "SELECT count(*) FROM orders WHERE status = 'closed' AND id = ANY ($1)";
+    sqlx::query_scalar(count).bind(ids).fetch_one(&env.pool).await.unwrap()
+}
+
+async fn is_braked(worker: &RunningWorker) {
+    wait_for_figure(worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+}
+
 #[test]
-fn dead_callbacks_close_no_more_than_sample() {
+fn dead_callbacks_close_at_most_fifty_paid_orders() {
+    for workers in [1, 2] {
+        TestEnv::builder().settings(serve_http).run(async move |env| {
+            history(&env, 3, 3, 7).await;
+            let mut running = Vec::new();
+            for _ in 0..workers {
+                running.push(env.worker().await);
+            }
+            sell(&env, true, 90, "SELECT count(*) FROM orders").await;
+            let missing = sell(&env, false, 1, BRAKED).await;
+            for worker in &running {
+                is_braked(worker).await;
+            }
+            let closed = closed_among(&env, &missing).await;
+            println!("sudden stop, {workers} workers: {closed} orders of customers who have paid");
+            assert!((1..=50).contains(&closed), "{closed} by {workers}");
+
+            let due = "SELECT count(*) FROM orders WHERE status = 'unpaid' AND expires_at <= clock_timestamp()";
+            sell(&env, false, 61, due).await;
+            let resume = ["resume", "--why", "they arrive again"];
+            let (code, said, _) = call_with(&env.settings, &resume).await;
+            assert!(code == 1 && said.contains("order(s) are due and are closed when it is resumed"), "{said}");
+            assert!(said.contains("usually it is 70 %") && said.contains("no paid one was found after"), "{said}");
+            assert!(said.contains("nothing resumed; add --yes"), "{said}");
+            assert_eq!(closed_among(&env, &missing).await, closed);
+            // They do not.
+            wait_for("all are due", async || env.count(UNPAID).await == env.count(due).await).await;
+            let (code, said, why) = call_with(&env.settings, &[&resume[..], &["--yes", "--json"]].concat()).await;
+            let said: Value = serde_json::from_str(&said).unwrap();
+            assert!(code == 0 && said["due"][0]["orders"].as_i64() > Some(60), "{said}{why}");
+            let missing = sell(&env, false, 2, BRAKED).await;
+            for worker in &running {
+                is_braked(worker).await;
+            }
+            let closed = closed_among(&env, &missing).await;
+            println!("after resume, {workers} workers: {closed} orders of customers who have paid");
+            assert!((1..=50).contains(&closed), "{closed} by {workers} after resume");
+            for worker in running {
+                worker.stop().await;
+            }
+            env.assert_ledger().await;
+        });
+    }
+}
+
+#[test]
+fn burst_without_callbacks_trips_and_stays_paused() {
     TestEnv::builder().settings(serve_http).run(async |env| {
         history(&env, 3, 3, 7).await;
         let workers = [env.worker().await, env.worker().await];
@@ -53,16 +130,16 @@ fn dead_callbacks_close_no_more_than_sample() {
         let why = braked_because(&env).await;
         assert!(why.contains("0.0 % were paid") && why.contains("usually it is 70 %"), "{why}");
         for worker in &workers {
-            wait_for_figure(worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+            is_braked(worker).await;
         }
         let closed = env.closed().await;
-        assert!((1..=200).contains(&closed), "{closed} by two workers");
+        assert!((1..=56).contains(&closed), "{closed} by two workers, of which seven of ten may be paid");
         // A restart of everything does not forget it.
         for worker in workers {
             worker.stop().await;
         }
         let worker = env.worker().await;
-        wait_for_figure(&worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+        is_braked(&worker).await;
         assert_eq!(env.closed().await, closed);
         // The callbacks arrive.
         let mut paid = 0;
@@ -179,7 +256,7 @@ fn silent_provider_trips_and_keeps_stock() {
     };
     TestEnv::builder().settings(settings).run(async move |env| {
         service.set_dead(true);
-        // What another worker has counted: less than a sample, and in the next minute as well, which may begin.
+        // What another worker has counted: too few, and in the next minute as well, which may begin.
         let counted = "INSERT INTO closing_minutes (kind, minute, asked, asked_unknown)
                        SELECT 'order', date_trunc('minute', clock_timestamp()) - ago * interval '1 minute', 30, 30
                        FROM generate_series(-1, 3) AS ago";
@@ -230,7 +307,7 @@ fn missing_callbacks_trip_by_paid_answers() {
         let worker = env.worker().await;
         let why = braked_because(&env).await;
         assert!(why.contains("says that") && why.contains("paid"), "{why}");
-        wait_for_figure(&worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+        is_braked(&worker).await;
         let later = env.orders(20, Duration::ZERO).await;
         resume(&env).await;
         wait_for("each order ends", async || env.count(UNFINISHED).await == 0).await;

@@ -80,7 +80,10 @@ fn paused_workers_close_nothing() {
         let finding =
             found["checks"].as_array().unwrap().iter().find(|check| check["cause"] == "closing_paused").unwrap();
         assert!(finding.to_string().contains(WHY), "{finding}");
-        assert!(succeed(&env, &["resume", "--why", "they are back"]).await.starts_with("resumed; closing was paused"));
+        let (code, said, _) = call(&env, &["resume", "--why", "they are back"]).await;
+        assert!(code == 1 && said.starts_with("kind order: 35 order(s) are due") && said.contains("--yes"), "{said}");
+        let said = succeed(&env, &["resume", "--why", "they are back", "--yes"]).await;
+        assert!(said.contains("\nresumed; closing was paused since"), "{said}");
         wait_for("everything that is due is closed", async || env.closed().await == 36).await;
         wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 0.0).await;
         wait_for("the page says so", async || get(&worker, CLOSINGZ).await == (200, "closing\n".into())).await;
@@ -139,7 +142,8 @@ fn manual_close_is_refused_while_paused() {
         assert_eq!((env.status(&order).await, env.status(&other).await), ("closed".into(), "unpaid".into()));
         let (code, _, why) = call(&env, &["pause", "--why", "x", "--kind", "unknown"]).await;
         assert!(code == 2 && why.contains("no kind \"unknown\""), "{why}");
-        assert_eq!(succeed(&env, &["resume", "--kind", "order"]).await.lines().count(), 1);
+        let said = succeed(&env, &["resume", "--kind", "order"]).await;
+        assert!(said.starts_with("kind order: 1 order(s) are due") && said.lines().count() == 2, "{said}");
         assert_eq!(succeed(&env, &["resume"]).await, "nothing is paused\n");
     });
 }
@@ -219,7 +223,12 @@ fn closing_is_paused_over_http() {
         let resumed = json!({ "kind": "order", "who": "day shift", "why": "x" });
         let still = api::post(&worker, "/api/v1/pauses/resume", TOKEN, &resumed).await.json();
         assert_eq!((&still["ended"], &still["still_paused"][0]["reason"]), (&json!([]), &json!(WHY)));
+        let more = env.orders(25, Duration::ZERO).await;
         let resumed = json!({ "who": "day shift", "why": "they are back" });
+        let refused = api::post(&worker, "/api/v1/pauses/resume", TOKEN, &resumed).await;
+        assert!(refused.status == 409 && refused.problem().contains("26 order(s) are due"), "{refused:?}");
+        assert_eq!(env.status(&more[0]).await, "unpaid");
+        let resumed = json!({ "who": "day shift", "why": "they are back", "yes": true });
         let ended = api::post(&worker, "/api/v1/pauses/resume", TOKEN, &resumed).await.json();
         assert_eq!((&ended["ended"][0]["reason"], &ended["still_paused"]), (&json!(WHY), &json!([])));
         wait_for("the close", async || env.status(&order).await == "closed").await;
@@ -252,8 +261,13 @@ fn page_pauses_and_resumes_after_login() {
         assert_eq!(paused.header("location"), Some("/pauses?began=true"), "{paused:?}");
         let page = api::ask(worker.http.unwrap(), "GET", "/pauses", &[("Cookie", &cookie)], "").await.body;
         assert!(page.contains("&lt;b&gt;no callbacks") && page.contains("operator: night &lt;shift&gt;"), "{page}");
-        assert!(page.contains("action=\"/pauses/resume\""), "{page}");
-        let resumed = submit(&worker, "/pauses/resume", &own, &cookie, "kind=&why=they+are+back").await;
+        assert!(page.contains("action=\"/pauses/resume\"") && !page.contains("name=\"yes\""), "{page}");
+        env.orders(21, Duration::ZERO).await;
+        let page = api::ask(worker.http.unwrap(), "GET", "/pauses", &[("Cookie", &cookie)], "").await.body;
+        assert!(page.contains("Kind order: 21 order(s) are due") && page.contains("name=\"yes\""), "{page}");
+        let form = "kind=&why=they+are+back";
+        assert_eq!(submit(&worker, "/pauses/resume", &own, &cookie, form).await.status, 409, "not confirmed");
+        let resumed = submit(&worker, "/pauses/resume", &own, &cookie, &format!("{form}&yes=true")).await;
         assert_eq!(resumed.header("location"), Some("/pauses?ended=1&left=0"), "{resumed:?}");
         let kept = "SELECT count(*) FROM closing_pauses
                     WHERE resumed_by = 'night <shift>' AND resume_reason = 'they are back'";

@@ -58,9 +58,9 @@ enum Pauses {
 
 /// Bounds that a history can exceed.
 fn brake() -> impl Strategy<Value = BrakeSetup> {
-    (2..=3_u32, 1..=3_u32, 5..=30_u32, 0.2..1.0_f64, 0.3..0.9_f64).prop_map(
-        |(times_usual, floor, sample, closes_per_minute, paid_share)| BrakeSetup {
-            bounds: Bounds { times_usual, floor, sample },
+    (2..=3_u32, 1..=3_u32, 0.2..1.0_f64, 0.3..0.9_f64).prop_map(
+        |(times_usual, floor, closes_per_minute, paid_share)| BrakeSetup {
+            bounds: Bounds { times_usual, floor },
             closes_per_minute,
             paid_share,
         },

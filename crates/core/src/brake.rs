@@ -1,6 +1,6 @@
-//! The brake: whether what is being closed looks so unusual that closing must pause. `share.rs` compares the share of orders
-//! that are found paid with the usual one, `window.rs` the number of closes with the usual number and with what was
-//! known to fall due, `provider.rs` what payment providers answer.
+//! The brake: whether what is being closed looks so unusual that closing must pause. `share.rs` tests the share of orders
+//! that are found paid, `window.rs` compares the number of closes with the usual number and with what was known to fall due,
+//! `provider.rs` what payment providers answer.
 //!
 //! Pure: told counts, limits and the time. The worker keeps the counts in a table that all workers share, and writes the
 //! pause.
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::order::{Deadline, Timestamp};
 pub use provider::{ProviderCounts, UsualAnswers, provider_trip};
-pub use share::{PaidShare, SlowStart};
+pub use share::{Evidence, OtherWorkers, PaidShare, Woken};
 pub use window::{Usual, Window, foreseen_of_gap, unforeseen};
 
 /// A minute, counted since 1970.
@@ -26,6 +26,10 @@ pub const fn minute_of(moment: Timestamp) -> Minute {
     moment.unix_micros().div_euclid(60_000_000)
 }
 
+/// So many orders are few: fewer paid ones do not tell which share is usual, and `resume` closes so many without being
+/// asked twice.
+pub const FEW: u64 = 20;
+
 /// The bounds, of the section `brake`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
@@ -33,8 +37,6 @@ pub struct Bounds {
     pub times_usual: u32,
     /// `brake.always_allowed`: so many closes a minute are usual in every shop.
     pub floor: u32,
-    /// `brake.sample`: how many orders are closed before the share of paid ones is judged.
-    pub sample: u32,
 }
 
 /// Why closing must pause: one sentence with the figures.
@@ -50,10 +52,8 @@ pub struct MinuteCounts {
     pub closed: u64,
     /// Those among them that were not known to fall due.
     pub unforeseen: u64,
-    /// Orders closed in it that an alarm woke.
-    pub woken_closed: u64,
-    /// Orders that an alarm woke in it and that were found paid.
-    pub woken_paid: u64,
+    /// Orders that an alarm woke in it.
+    pub woken: Woken,
     /// How many unpaid orders were known to fall due in it, some minutes before; `None` if they were not counted.
     pub foreseen: Option<u64>,
     /// How many of the orders that fall due in it were closed, whenever.
@@ -68,9 +68,7 @@ pub struct Counts {
     /// Closed orders, by the minute of their deadline.
     pub closed_by_due: BTreeMap<Minute, u64>,
     /// As in [`MinuteCounts`].
-    pub woken_closed: u64,
-    /// As in [`MinuteCounts`].
-    pub woken_paid: u64,
+    pub woken: Woken,
     /// As in [`MinuteCounts`].
     pub answers: ProviderCounts,
     /// How many orders the worker had closed up to here since its start.
@@ -81,7 +79,7 @@ impl Counts {
     /// Whether nothing was counted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.closed_by_due.is_empty() && self.woken_closed + self.woken_paid + self.answers.asked == 0
+        self.closed_by_due.is_empty() && self.woken.orders() + self.answers.asked == 0
     }
 
     /// Adds what was counted later.
@@ -89,8 +87,7 @@ impl Counts {
         for (minute, closed) in &later.closed_by_due {
             *self.closed_by_due.entry(*minute).or_default() += closed;
         }
-        self.woken_closed += later.woken_closed;
-        self.woken_paid += later.woken_paid;
+        self.woken.add(&later.woken);
         self.answers.add(&later.answers);
         self.total = self.total.max(later.total);
     }
@@ -114,6 +111,8 @@ impl Counts {
 pub struct Limits {
     /// The usual share of paid orders among those that alarms wake; `None` if it is not known.
     pub paid_share: Option<f64>,
+    /// What the other workers have found since the last limits.
+    pub others: Woken,
     /// How many orders may be closed; `None`: any number.
     pub closes_left: Option<u64>,
     /// The [`Counts::total`] that `closes_left` takes into account.
@@ -129,5 +128,7 @@ pub const FORESEE_AHEAD: Duration = Duration::from_secs(6 * 60);
 /// An order is foreseen if it was known this many minutes before its own.
 pub const FORESEEN_MINUTES_BEFORE: Minute = 2;
 
+#[cfg(test)]
+mod streams;
 #[cfg(test)]
 mod tests;

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use axum::extract::State;
+use axum::http::StatusCode;
 use axum::response::Response;
 use order_timeout_core::kind::Kind;
 use serde::Deserialize;
@@ -16,7 +17,7 @@ use super::super::site::Shared;
 use super::extract::{Body, WithToken};
 use super::reads::json;
 use super::{Problem, operator};
-use crate::operations::pause_closing::{self, Paused, Pauses, Resumed};
+use crate::operations::pause_closing::{self, DueAtResume, Paused, Pauses, Resumed};
 
 /// Pauses that are over, in an answer.
 pub(in crate::http) const ENDED: i64 = 20;
@@ -43,6 +44,23 @@ pub(in crate::http) struct PauseChange {
     pub why: String,
 }
 
+/// Which kind is resumed.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::http) struct ResumeChange {
+    /// As the settings name it; every kind if it is not given.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub kind: Option<Kind>,
+    /// The operator's name, for the record.
+    pub who: String,
+    /// Why, for the record.
+    pub why: String,
+    /// Whether more than 20 orders that are due are to be closed.
+    #[serde(default)]
+    pub yes: bool,
+}
+
 /// Pauses closing: no worker closes an order of the kind until it is resumed, also after a restart.
 #[utoipa::path(post, path = "/pauses", tag = "pauses", request_body = PauseChange, security(("token" = [])), responses(
     (status = 200, body = Paused, description = "`began` is false if it was paused before"),
@@ -57,16 +75,21 @@ pub(super) async fn pause(WithToken(shared): WithToken, Body(change): Body<Pause
 }
 
 /// Ends the pause of a kind, or every pause: what is due is closed then.
-#[utoipa::path(post, path = "/pauses/resume", tag = "pauses", request_body = PauseChange,
+#[utoipa::path(post, path = "/pauses/resume", tag = "pauses", request_body = ResumeChange,
     security(("token" = [])), responses(
     (status = 200, body = Resumed, description = "`still_paused` has a pause of every kind, which is not ended for one"),
     (status = 400, body = Problem, content_type = "application/problem+json"),
     (status = 401, body = Problem, content_type = "application/problem+json"),
     (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
+    (status = 409, body = Problem, content_type = "application/problem+json",
+        description = "more than 20 orders are due, and `yes` is not true"),
     (status = 429, body = Problem, content_type = "application/problem+json"),
     (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
-pub(super) async fn resume(WithToken(shared): WithToken, Body(change): Body<PauseChange>) -> Result<Response, Problem> {
+pub(super) async fn resume(
+    WithToken(shared): WithToken,
+    Body(change): Body<ResumeChange>,
+) -> Result<Response, Problem> {
     json(&end_pauses(&shared, change).await?)
 }
 
@@ -81,11 +104,16 @@ pub(in crate::http) async fn begin_pause(shared: &Shared, change: PauseChange) -
 }
 
 /// For callers that were authorised, as of [`resume`].
-pub(in crate::http) async fn end_pauses(shared: &Shared, change: PauseChange) -> Result<Resumed, Problem> {
+pub(in crate::http) async fn end_pauses(shared: &Shared, change: ResumeChange) -> Result<Resumed, Problem> {
     let (kind, operator) = (change.kind.as_ref(), operator(&change.who, &change.why)?);
     pause_closing::require_known(&shared.settings, kind)?;
-    let (who, why) = (&operator.who, operator.why.as_deref());
-    let resumed = pause_closing::resume(&shared.sources().await?.database, kind, why, who).await?;
+    let (who, why, database) = (&operator.who, operator.why.as_deref(), &shared.sources().await?.database);
+    let resumed = pause_closing::resume(database, &shared.settings, kind, why, who, change.yes).await?;
+    if resumed.needs_yes {
+        let due: Vec<String> = resumed.due.iter().map(DueAtResume::sentence).collect();
+        let why = format!("{}; nothing was resumed, say yes to close them", due.join("; "));
+        return Err(Problem::new(StatusCode::CONFLICT, why));
+    }
     info!(who, why, kind = kind.map(Kind::as_str), ended = resumed.ended.len(), "closing was resumed over HTTP");
     Ok(resumed)
 }

@@ -12,13 +12,13 @@ use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 
 use super::super::api::Problem;
-use super::super::api::pauses::{ENDED, PauseChange, begin_pause, end_pauses};
+use super::super::api::pauses::{ENDED, PauseChange, ResumeChange, begin_pause, end_pauses};
 use super::super::site::Shared;
 use super::changes::{Fields, Filled, Permitted, answer, field, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor};
-use super::words::{count, moment, shown};
-use crate::operations::pause_closing::{self, Pauses};
+use super::words::{capitalised, count, moment, shown};
+use crate::operations::pause_closing::{self, DueAtResume, Pauses};
 use crate::postgres::closing_pauses::{EndedPause, Pause};
 
 /// What was done before.
@@ -101,19 +101,24 @@ pub(super) async fn page(
     done: Result<Query<Done>, QueryRejection>,
 ) -> Response {
     match read(&shared, done).await {
-        Ok((done, pauses)) => {
-            Layout::new("Pauses", &visitor).render(contents(&shared, &done, &pauses, &visitor)).into_response()
+        Ok((done, pauses, due)) => {
+            Layout::new("Pauses", &visitor).render(contents(&shared, &done, &pauses, &due, &visitor)).into_response()
         }
         Err(problem) => failed(&visitor, &problem),
     }
 }
 
-async fn read(shared: &Shared, done: Result<Query<Done>, QueryRejection>) -> Result<(Done, Pauses), Problem> {
+async fn read(
+    shared: &Shared,
+    done: Result<Query<Done>, QueryRejection>,
+) -> Result<(Done, Pauses, Vec<DueAtResume>), Problem> {
     let Query(done) = done?;
-    Ok((done, pause_closing::list(&shared.sources().await?.database, ENDED).await?))
+    let database = &shared.sources().await?.database;
+    let due = pause_closing::due_at_resume(database, &shared.settings, None).await?;
+    Ok((done, pause_closing::list(database, ENDED).await?, due))
 }
 
-fn contents(shared: &Shared, done: &Done, pauses: &Pauses, visitor: &Visitor) -> Markup {
+fn contents(shared: &Shared, done: &Done, pauses: &Pauses, due: &[DueAtResume], visitor: &Visitor) -> Markup {
     html! {
         h1 { "Pauses of closing" }
         p { "While closing is paused, no worker closes an order, also after a restart. Orders can still be paid, and keep what
@@ -121,13 +126,19 @@ fn contents(shared: &Shared, done: &Done, pauses: &Pauses, visitor: &Visitor) ->
              looks unusual. It lasts until a person resumes closing; what is due then is closed at once." }
         (result(done))
         @if pauses.lasting.is_empty() { p { "Closing is not paused." } } @else { (lasting(&pauses.lasting)) }
+        @for of in due { p { (capitalised(&shown(&of.sentence()))) "." } }
         @if visitor.session.is_some() {
             @if !pauses.lasting.is_empty() {
-                (form("/pauses/resume", "Resume closing", "resume", "every pause", &paused_kinds(pauses)))
+                (form("/pauses/resume", "Resume closing", "resume", "every pause", &paused_kinds(pauses), &html! {
+                    @if pause_closing::needs_yes(due) {
+                        input #yes type="checkbox" name="yes" value="true" required;
+                        label for="yes" { "Close what is due" }
+                    }
+                }))
             }
             // Nothing is left to pause while every kind is.
             @if pauses.lasting.iter().all(|pause| pause.kind.is_some()) {
-                (form("/pauses", "Pause closing", "pause", "every kind", &Vec::from_iter(shared.settings.all_kinds())))
+                (form("/pauses", "Pause closing", "pause", "every kind", &Vec::from_iter(shared.settings.all_kinds()), &html! {}))
             }
         } @else {
             (how_to_change(visitor, "/pauses", "pause or resume closing", "order-timeout pause"))
@@ -145,7 +156,7 @@ fn paused_kinds(pauses: &Pauses) -> Vec<Kind> {
 }
 
 /// A form for a change of one kind or of all. `name` is a part of its fields' ids.
-fn form(action: &str, title: &str, name: &str, all: &str, kinds: &[Kind]) -> Markup {
+fn form(action: &str, title: &str, name: &str, all: &str, kinds: &[Kind], confirmation: &Markup) -> Markup {
     let (kind_id, why_id) = (format!("kind-{name}"), format!("why-{name}"));
     html! {
         form.change action=(action) method="post" aria-label=(title) {
@@ -156,6 +167,7 @@ fn form(action: &str, title: &str, name: &str, all: &str, kinds: &[Kind]) -> Mar
             }
             label for=(why_id) { "Why" }
             input id=(why_id) name="why" required maxlength="500" autocomplete="off";
+            (confirmation)
             button { (title) }
         }
     }
@@ -197,7 +209,9 @@ pub(super) async fn resume(
     Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let resumed = end_pauses(&shared, change(who, &fields)?).await?;
+        let PauseChange { kind, who, why } = change(who, &fields)?;
+        let yes = field(&fields, "yes") == "true";
+        let resumed = end_pauses(&shared, ResumeChange { kind, who, why, yes }).await?;
         Ok(format!("/pauses?ended={}&left={}", resumed.ended.len(), resumed.still_paused.len()))
     };
     answer(&visitor, done.await)

@@ -64,8 +64,7 @@ impl Brake {
         let of_now = self.minute(now);
         of_now.closed += counts.closed_by_due.values().sum::<u64>();
         of_now.unforeseen += not_foreseen;
-        of_now.woken_closed += counts.woken_closed;
-        of_now.woken_paid += counts.woken_paid;
+        of_now.woken.add(&counts.woken);
         of_now.answers.add(&counts.answers);
     }
 }
@@ -84,7 +83,8 @@ impl World {
         match window.judge(&usual, &bounds) {
             Ok(closes_left) => {
                 let (paid_share, known_until) = (usual.paid_share, brake.resumed_at);
-                let limits = Limits { paid_share, closes_left, counted: counts.total, known_until };
+                let others = worker.others.found(&window, &counts.woken);
+                let limits = Limits { paid_share, others, closes_left, counted: counts.total, known_until };
                 worker.engine.handle(Input::BrakeLimits(limits), now);
             }
             Err(_) => self.trip_brake(),

@@ -196,7 +196,6 @@ pub fn policy() -> Policy {
         sweep_page: 4,
         look_ahead: Duration::from_millis(500),
         has_no_alarms: false,
-        brake_sample: 100,
         pause_share: 1.0,
     }
 }

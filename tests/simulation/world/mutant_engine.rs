@@ -34,9 +34,8 @@ pub struct MutantEngine {
 }
 
 impl MutantEngine {
-    pub fn new(bug: Mutant, has_provider: bool, brake_sample: Option<u32>) -> Self {
+    pub fn new(bug: Mutant, has_provider: bool) -> Self {
         let mut policy = policy();
-        policy.brake_sample = brake_sample.unwrap_or(policy.brake_sample);
         if bug == Mutant::SweepsEveryMinute {
             policy.sweep_every = Duration::from_secs(60);
         }
@@ -85,7 +84,11 @@ impl MutantEngine {
                 Action::Settle(settlements) => settlements.iter().map(|(receipt, _)| *receipt).collect(),
                 Action::Rearm(rearms) => rearms.iter().map(|rearm| rearm.receipt).collect(),
                 Action::Park(dead_letters) => dead_letters.iter().map(|(_, receipt)| *receipt).collect(),
-                Action::Close(_) | Action::Closing(_) | Action::PauseClosing(_) | Action::Sweep(_) => Vec::new(),
+                Action::Close(_)
+                | Action::Closing(_)
+                | Action::PauseClosing(_)
+                | Action::ReportCounts
+                | Action::Sweep(_) => Vec::new(),
             };
             self.in_flight.retain(|receipt, _| !receipts.contains(receipt));
         }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use order_timeout_core::alarm::{DeadLetter, Delivered, Rearm, Receipt, Settlement, SourceQueue, Wanted};
+use order_timeout_core::brake::OtherWorkers;
 use order_timeout_core::engine::{
     Action, Batch, BatchResult, Call, CallKind, Claim, ClosingAction, ClosingInput, Ended, EndingKind, Input, Origin,
     ResumePage,
@@ -70,6 +71,7 @@ impl PendingAction {
 /// A running worker.
 pub struct Worker {
     pub(super) engine: MutantEngine,
+    pub(super) others: OtherWorkers,
     /// `None` while the broker is away, or while the engine wants no deliveries.
     session: Option<u64>,
     next_tag: u64,
@@ -88,12 +90,12 @@ pub struct Worker {
 impl World {
     pub fn start(&mut self, worker: usize) {
         self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::Restarted);
-        let brake_sample = self.brake.as_ref().map(|brake| brake.setup.bounds.sample);
         self.starts += u32::from(self.workers[worker].is_none());
         // The other worker sometimes has settings without the providers.
         let asks = self.has_provider && (worker == 0 || !self.starts.is_multiple_of(3));
         self.workers[worker].get_or_insert_with(|| Worker {
-            engine: MutantEngine::new(self.mutant, asks, brake_sample),
+            engine: MutantEngine::new(self.mutant, asks),
+            others: OtherWorkers::default(),
             session: None,
             next_tag: 1,
             pending: Vec::new(),
@@ -365,8 +367,8 @@ impl World {
                 Action::Park(dead_letters) => worker.pending.push(PendingAction::Park { dead_letters, written: false }),
                 Action::Sweep(page) => worker.pending.push(PendingAction::Sweep { page, found: None }),
                 Action::Closing(action) => worker.pending.push(pending_closing(action)),
-                // Written when the worker looks next.
-                Action::PauseClosing(_) => self.has_changed = true,
+                // When the worker looks next.
+                Action::PauseClosing(_) | Action::ReportCounts => self.has_changed = true,
             }
         }
     }

@@ -40,6 +40,8 @@ pub struct UsualAnswers {
     pub paid_share: Option<f64>,
 }
 
+/// Fewer orders tell nothing.
+pub(super) const LEAST_ANSWERS: u64 = 100;
 /// More than two thirds without an answer is most. Where one of two providers that have half of the orders each is dead, it is
 /// about half, and the other one's orders go on.
 const MOST: f64 = 2.0 / 3.0;
@@ -47,12 +49,12 @@ const MOST: f64 = 2.0 / 3.0;
 const TIMES_USUAL_PAID: f64 = 5.0;
 const LEAST_PAID: f64 = 0.3;
 
-/// Judges the answers; `None` if there are fewer than `sample`, or they are as usual.
+/// Judges the answers; `None` if they are too few, or as usual.
 #[must_use]
 #[allow(clippy::cast_precision_loss)] // small numbers
-pub fn provider_trip(counts: &ProviderCounts, usual: &UsualAnswers, sample: u32) -> Option<Trip> {
+pub fn provider_trip(counts: &ProviderCounts, usual: &UsualAnswers) -> Option<Trip> {
     let ProviderCounts { asked, paid, unknown } = *counts;
-    if asked == 0 || asked < u64::from(sample) {
+    if asked < LEAST_ANSWERS {
         return None;
     }
     let share = |orders: u64| orders as f64 / asked as f64;

@@ -1,120 +1,140 @@
 //! The share of orders that are found paid when their alarm wakes them. It drops to about nothing when the provider's
 //! callbacks do not arrive: then all orders look unpaid, and closing them takes goods from customers who have paid.
 //!
-//! Pure. [`SlowStart`] is each worker's own: few orders are out until it is known that their share is usual.
+//! Pure. A sequential test (CUSUM): each woken order weighs for one of two shares, and the sum never falls below zero.
 
-use std::time::Duration;
+use super::{FEW, Minute, Trip, Window};
 
-use super::Trip;
-use crate::order::Timestamp;
+/// What is as usual: half of the usual share, so that neither a night nor a campaign counts as evidence.
+const AS_USUAL: f64 = 0.5;
+/// What is not: a tenth of the usual share.
+const MISSING: f64 = 0.1;
+/// The sum of log-likelihood ratios that trips. With a usual share of 70 % it is reached by 42 unpaid orders in a row, with
+/// 30 % by 114: about thirty customers who have paid in both. At 70 % of the usual share chance reaches it once in 10^11
+/// orders, at half of it once in some millions.
+const TRIPS_AT: f64 = 15.0;
+/// A worker shares what it has found as soon as it has a sixth of that by itself. When one trips, another has at most a sixth
+/// that was not shared, and closes at most a sixth until it shares: so each further worker adds a third at most.
+const SHARED_AT: f64 = TRIPS_AT / 6.0;
+/// So many orders tell which share is usual, if [`FEW`] of them were paid.
+const LEAST_WOKEN: u64 = 200;
 
-/// A share below one tenth of the usual one trips: from 70 % to less than 7 %. A campaign whose customers pay half as often
-/// as usual is far from that.
-const UNUSUAL_BELOW: f64 = 0.1;
+/// Orders that alarms woke.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Woken {
+    /// Found unpaid, and closed.
+    pub closed: u64,
+    /// Found paid.
+    pub paid: u64,
+}
 
-/// So many paid orders must be expected. If the share is the usual one, two or fewer of twenty are found less than once in
-/// a million samples (Poisson).
-const LEAST_EXPECTED: f64 = 20.0;
+impl Woken {
+    /// All of them.
+    #[must_use]
+    pub const fn orders(&self) -> u64 {
+        self.closed + self.paid
+    }
 
-/// A worker that has closed nothing for so long begins with few orders again.
-const START_AGAIN_AFTER: Duration = Duration::from_secs(60);
+    /// Adds others.
+    pub const fn add(&mut self, others: &Self) {
+        self.closed += others.closed;
+        self.paid += others.paid;
+    }
 
-/// By how much the number of orders that may be out grows with each sample that is as usual.
-const GROWTH: u64 = 4;
+    const fn without(&self, others: &Self) -> Self {
+        Self { closed: self.closed.saturating_sub(others.closed), paid: self.paid.saturating_sub(others.paid) }
+    }
 
-/// From so many times the sample on the number is not limited.
-const UNLIMITED_FROM: u64 = 64;
+    /// The share of paid ones; `None` if they are too few to tell what is usual.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss)] // far fewer orders than would lose precision
+    pub fn usual_share(&self) -> Option<f64> {
+        (self.orders() >= LEAST_WOKEN && self.paid >= FEW).then(|| self.paid as f64 / self.orders() as f64)
+    }
+}
 
-/// The usual share, and how many orders tell whether it has dropped.
+/// The usual share, and what each order weighs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PaidShare {
     usual: f64,
-    sample: u64,
+    closed_weighs: f64,
+    paid_weighs: f64,
 }
 
 impl PaidShare {
-    /// `None` if so few orders are paid when their alarm comes that no sample tells anything.
+    /// `usual`: above 0, and at most 1.
     #[must_use]
-    pub fn new(usual: f64, sample: u32) -> Option<Self> {
-        // A hundredth: then the sample is 2 000 orders.
-        (0.01..=1.0).contains(&usual).then(|| {
-            let expected_in = (LEAST_EXPECTED / usual).ceil();
-            // At most 2 000.
-            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-            Self { usual, sample: u64::from(sample).max(expected_in as u64).max(1) }
-        })
+    pub fn new(usual: f64) -> Self {
+        let closed_weighs = ((1.0 - usual * MISSING) / (1.0 - usual * AS_USUAL)).ln();
+        Self { usual, closed_weighs, paid_weighs: (MISSING / AS_USUAL).ln() }
     }
+}
 
-    /// How many orders are needed.
-    #[must_use]
-    pub const fn sample(&self) -> u64 {
-        self.sample
-    }
+/// What speaks against the usual share.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Evidence {
+    pub(super) sum: f64,
+    of: Woken,
+    /// The sum at which it must be shared before more orders go out.
+    shared_at: f64,
+}
 
-    /// Judges a number of orders that alarms woke. `None` if they are too few, or as usual.
-    #[must_use]
-    pub fn judge(&self, closed: u64, paid: u64) -> Option<Trip> {
-        let woken = closed + paid;
-        #[allow(clippy::cast_precision_loss)] // small numbers
-        let share = paid as f64 / woken.max(1) as f64;
-        (woken >= self.sample && share < self.usual * UNUSUAL_BELOW).then(|| {
+impl Evidence {
+    /// Adds orders, and judges.
+    #[allow(clippy::cast_precision_loss)] // small numbers
+    pub fn add(&mut self, share: &PaidShare, woken: &Woken) -> Option<Trip> {
+        self.sum += woken.closed as f64 * share.closed_weighs + woken.paid as f64 * share.paid_weighs;
+        self.of.add(woken);
+        if self.sum <= 0.0 {
+            (self.sum, self.of) = (0.0, Woken::default());
+        }
+        (self.sum >= TRIPS_AT).then(|| {
             Trip(format!(
-                "of the last {woken} orders that fell due, {:.1} % were paid, and usually it is {:.0} %: do the provider's callbacks arrive?",
-                share * 100.0,
-                self.usual * 100.0
+                "of the last {} orders that fell due, {:.1} % were paid, and usually it is {:.0} %: do the provider's callbacks arrive?",
+                self.of.orders(),
+                self.of.paid as f64 / self.of.orders() as f64 * 100.0,
+                share.usual * 100.0
             ))
         })
     }
-}
 
-/// How many orders may be out, and what became of those that were.
-#[derive(Debug, Default)]
-pub struct SlowStart {
-    /// Since the last sample that was judged.
-    closed: u64,
-    paid: u64,
-    /// The number of samples that may be out; 0: it has not begun.
-    samples: u64,
-    last_out: Option<Timestamp>,
-}
-
-impl SlowStart {
-    /// How many more orders may go out while `out` are out.
+    /// The orders since it was last zero.
     #[must_use]
-    pub fn room(&self, share: &PaidShare, out: u64, now: Timestamp) -> u64 {
-        let samples = self.samples_at(now);
-        if samples >= UNLIMITED_FROM {
-            return u64::MAX;
-        }
-        (samples * share.sample()).saturating_sub(self.closed + self.paid + out)
+    pub const fn orders(&self) -> u64 {
+        self.of.orders()
     }
 
-    fn samples_at(&self, now: Timestamp) -> u64 {
-        let is_old = self.last_out.is_none_or(|last| now.since(last) >= START_AGAIN_AFTER);
-        if is_old { 1 } else { self.samples.max(1) }
+    /// The other workers know of it, and what they have found was added.
+    pub fn note_shared(&mut self) {
+        self.shared_at = self.sum + SHARED_AT;
     }
 
-    /// Orders go out.
-    pub fn note_out(&mut self, now: Timestamp) {
-        self.samples = self.samples_at(now);
-        self.last_out = Some(now);
+    /// How many unpaid orders may follow until it must be shared.
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // small numbers, and not negative
+    pub fn room(&self, share: &PaidShare) -> u64 {
+        ((self.shared_at.min(TRIPS_AT) - self.sum).max(0.0) / share.closed_weighs).ceil() as u64
     }
+}
 
-    /// The outcome of orders that alarms woke.
-    pub fn note_woken(&mut self, share: &PaidShare, closed: u64, paid: u64) -> Option<Trip> {
-        self.closed += closed;
-        self.paid += paid;
-        if self.closed + self.paid < share.sample() {
-            return None;
-        }
-        let trip = share.judge(self.closed, self.paid);
-        (self.closed, self.paid) = (0, 0);
-        self.samples = (self.samples.max(1) * GROWTH).min(UNLIMITED_FROM);
-        trip
-    }
+/// What the other workers have found, out of the counts of all.
+#[derive(Debug, Default)]
+pub struct OtherWorkers {
+    /// From a minute on, when it was last looked at.
+    seen: Option<(Minute, Woken)>,
+}
 
-    /// After a pause, or when the clock was set back: begins again.
-    pub fn begin_again(&mut self) {
-        *self = Self::default();
+impl OtherWorkers {
+    /// What they have added since the last call; in the first, within the last two minutes. `own`: what this worker has
+    /// added since then.
+    pub fn found(&mut self, window: &Window<'_>, own: &Woken) -> Woken {
+        let now = window.now;
+        let found = match self.seen {
+            // Also of minutes that have not come: a clock that was ahead counted in them, and they were seen as well.
+            Some((since, seen)) => window.woken_in(since..).without(&seen),
+            None => window.woken_in(window.resumed_in.map_or(now - 1, |resumed| (resumed + 1).max(now - 1))..=now),
+        };
+        self.seen = Some((now, window.woken_in(now..)));
+        found.without(own)
     }
 }

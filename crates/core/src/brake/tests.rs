@@ -4,11 +4,11 @@ use proptest::prelude::*;
 
 use super::*;
 
-const BOUNDS: Bounds = Bounds { times_usual: 5, floor: 1_000, sample: 100 };
+const BOUNDS: Bounds = Bounds { times_usual: 5, floor: 1_000 };
 
 /// A shop that closes `closed` orders in each minute before `now`, of which alarms found `paid` more paid.
 fn history(now: Minute, closed: u64, paid: u64) -> Vec<MinuteCounts> {
-    let of = |minute| MinuteCounts { minute, closed, woken_closed: closed, woken_paid: paid, ..Default::default() };
+    let of = |minute| MinuteCounts { minute, closed, woken: Woken { closed, paid }, ..Default::default() };
     (now - 2_000..now - 120).map(of).collect()
 }
 
@@ -29,6 +29,9 @@ fn usual_needs_history() {
     assert_eq!((known.closes_per_minute, known.paid_share), (Some(300.0), Some(0.7)));
     assert_eq!(known.most_unforeseen(&BOUNDS), Some(1_500));
     assert_eq!(usual(1, 1).most_unforeseen(&BOUNDS), Some(1_000), "the floor");
+    let share = |closed, paid| Woken { closed, paid }.usual_share();
+    assert_eq!((share(60, 140), share(60, 139)), (Some(0.7), None), "two hundred orders tell it");
+    assert_eq!((share(9_980, 20), share(9_981, 19)), (Some(0.002), None), "and twenty paid ones");
 }
 
 #[test]
@@ -54,7 +57,7 @@ fn foreseen_flash_sale_does_not_trip() {
 
 #[test]
 fn resumed_window_is_not_judged_again() {
-    let minutes = [MinuteCounts { minute: 9_999, unforeseen: 9_000, woken_closed: 9_000, ..Default::default() }];
+    let minutes = [MinuteCounts { minute: 9_999, unforeseen: 9_000, ..Default::default() }];
     let window = Window { minutes: &minutes, now: 10_000, resumed_in: Some(9_999) };
     assert_eq!(window.judge(&usual(300, 700), &BOUNDS), Ok(Some(1_501)));
     assert!(judge(&minutes, &usual(300, 700)).is_err());
@@ -65,7 +68,6 @@ fn minutes_of_wrong_clock_are_not_judged() {
     let ahead = MinuteCounts {
         minute: 10_060,
         unforeseen: 9_000,
-        woken_closed: 9_000,
         answers: ProviderCounts { asked: 9_000, paid: 9_000, unknown: 0 },
         ..Default::default()
     };
@@ -85,39 +87,27 @@ fn gap_without_worker_is_foreseen() {
 }
 
 #[test]
-fn dead_callbacks_trip_within_sample() {
-    let share = PaidShare::new(0.7, 100).unwrap();
-    let (mut slow, now) = (SlowStart::default(), Timestamp::from_unix_micros(1));
-    assert_eq!(slow.room(&share, 0, now), 100);
-    slow.note_out(now);
-    assert_eq!(slow.room(&share, 100, now), 0, "until it is known what they are");
-    assert_eq!(slow.note_woken(&share, 99, 0), None);
-    assert_eq!(slow.room(&share, 0, now), 1);
-    let trip = slow.note_woken(&share, 1, 0).expect("none of a hundred is paid");
-    assert!(trip.0.contains("0.0 % were paid") && trip.0.contains("70 %"), "{trip:?}");
+fn other_workers_counts_are_taken_once() {
+    let woken = |closed, paid| Woken { closed, paid };
+    let of = |minute, woken| MinuteCounts { minute, woken, ..Default::default() };
+    // A clock that was ahead has counted in a minute that has not come.
+    let mut minutes =
+        [of(9_998, woken(9, 9)), of(9_999, woken(5, 1)), of(10_000, woken(7, 2)), of(10_060, woken(80, 0))];
+    let mut others = OtherWorkers::default();
+    let mut found =
+        |minutes: &[MinuteCounts], now, own| others.found(&Window { minutes, now, resumed_in: Some(9_900) }, &own);
+    assert_eq!(found(&minutes, 10_000, woken(3, 0)), woken(9, 3), "a restarted worker knows two minutes");
+    minutes[2].woken = woken(17, 4);
+    assert_eq!(found(&minutes, 10_000, woken(6, 2)), woken(4, 0));
+    assert_eq!(found(&minutes, 10_001, woken(0, 0)), woken(0, 0), "a minute without orders");
+    let resumed = Window { minutes: &minutes, now: 10_000, resumed_in: Some(10_000) };
+    assert_eq!(OtherWorkers::default().found(&resumed, &woken(0, 0)), woken(0, 0), "closing was resumed since");
 }
-
-#[test]
-fn usual_share_opens_up_quickly() {
-    let share = PaidShare::new(0.7, 100).unwrap();
-    let (mut slow, mut now) = (SlowStart::default(), Timestamp::from_unix_micros(1));
-    let mut rooms = Vec::new();
-    for _ in 0..4 {
-        slow.note_out(now);
-        rooms.push(slow.room(&share, 0, now));
-        assert_eq!(slow.note_woken(&share, 60, 40), None, "a campaign in which fewer pay");
-    }
-    assert_eq!(rooms, [100, 400, 1_600, u64::MAX]);
-    now = now + START_AGAIN;
-    assert_eq!(slow.room(&share, 0, now), 100, "the next burst");
-}
-
-const START_AGAIN: std::time::Duration = std::time::Duration::from_secs(60);
 
 #[test]
 fn providers_answers_trip() {
     let usual = UsualAnswers { paid_share: Some(0.02) };
-    let trips = |asked, paid, unknown| provider_trip(&ProviderCounts { asked, paid, unknown }, &usual, 100).is_some();
+    let trips = |asked, paid, unknown| provider_trip(&ProviderCounts { asked, paid, unknown }, &usual).is_some();
     assert!(trips(100, 0, 67), "unknown for most");
     assert!(!trips(100, 0, 60), "one of two providers is dead");
     assert!(trips(100, 31, 0), "callbacks are missing");
@@ -136,7 +126,7 @@ fn unknown_for_minutes_trips() {
     let trip = judge(&answers(9_998..=10_000, 40, 0, 35)).unwrap_err();
     assert!(trip.0.contains("of the last 120 orders") && trip.0.contains("about 105"), "{trip:?}");
     assert_eq!(judge(&answers(9_999..=10_000, 400, 0, 400)), Ok(None), "half a minute, over the turn of one");
-    assert_eq!(judge(&answers(9_998..=10_000, 33, 0, 33)), Ok(None), "fewer than a sample");
+    assert_eq!(judge(&answers(9_998..=10_000, 33, 0, 33)), Ok(None), "too few");
     let mut recovered = answers(9_998..=10_000, 400, 0, 400);
     recovered[2].answers.unknown = 100;
     assert_eq!(judge(&recovered), Ok(None));
@@ -156,34 +146,6 @@ fn provider_that_says_paid_trips() {
 }
 
 proptest! {
-    /// Binomial: with the usual share, or half of it, no sample of any size trips.
-    #[test]
-    fn half_of_usual_share_never_trips(usual in 0.05..1.0_f64, woken in 1..20_000_u64) {
-        let share = PaidShare::new(usual, 100).unwrap();
-        let paid = (woken as f64 * usual / 2.0).ceil() as u64;
-        prop_assert_eq!(share.judge(woken.saturating_sub(paid), paid), None);
-    }
-
-    /// However results come, no more are out and undecided than the sample until it is judged.
-    #[test]
-    fn no_more_than_sample_without_paid(steps in proptest::collection::vec((1..900_u64, 1..900_u64), 1..200)) {
-        let share = PaidShare::new(0.7, 100).unwrap();
-        let (mut slow, now) = (SlowStart::default(), Timestamp::from_unix_micros(1));
-        let (mut out, mut closed, mut tripped) = (0, 0, false);
-        for (wanted, finished) in steps {
-            if !tripped {
-                let batch = wanted.min(slow.room(&share, out, now));
-                slow.note_out(now);
-                out += batch;
-            }
-            let finished = finished.min(out);
-            out -= finished;
-            closed += finished;
-            tripped |= slow.note_woken(&share, finished, 0).is_some();
-        }
-        prop_assert!(closed <= share.sample(), "{}", closed);
-    }
-
     /// Closes are never counted as foreseen twice, in whatever parts they are reported.
     #[test]
     fn foreseen_is_used_up_once(parts in proptest::collection::vec(0..500_u64, 0..20), foreseen in 0..3_000_u64) {

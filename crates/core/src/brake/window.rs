@@ -3,19 +3,20 @@
 //!
 //! Pure. Judges what all workers have counted together.
 
-use super::{Bounds, Minute, MinuteCounts, PaidShare, ProviderCounts, Trip, UsualAnswers, provider_trip};
+use std::ops::RangeBounds;
+
+use super::provider::LEAST_ANSWERS;
+use super::{Bounds, Minute, MinuteCounts, ProviderCounts, Trip, UsualAnswers, Woken, provider_trip};
 
 /// How many minutes with closes make known what is usual.
 const LEAST_MINUTES: usize = 60;
-/// How many orders, that alarms woke, make known which share is usually paid.
-const LEAST_WOKEN: u64 = 1_000;
 /// How many orders, that providers were asked about, make known which share they usually say is paid.
 const LEAST_ASKED: u64 = 1_000;
 /// A provider that is dead for a minute is none of the brake's business: in each of so many minutes most must be unknown.
 const UNKNOWN_FOR: Minute = 3;
 /// So many minutes after closing was resumed a provider may still say that orders are paid that were due by then.
 const ANSWERED_LATER: Minute = 10;
-/// The last minutes do not say what is usual: they are judged by it.
+/// The last minutes do not say what number is usual: they are judged by it.
 const NOT_USUAL_YET: Minute = 10;
 /// The busiest twentieth of the minutes with closes is averaged.
 const BUSIEST_PART: usize = 20;
@@ -47,13 +48,16 @@ impl Usual {
             let busiest = &closes[..(closes.len() / BUSIEST_PART).max(1)];
             busiest.iter().sum::<u64>() as f64 / busiest.len() as f64
         });
-        let woken = earlier().fold((0, 0), |(closed, paid), one| (closed + one.woken_closed, paid + one.woken_paid));
-        let all = woken.0 + woken.1;
-        let paid_share = (all >= LEAST_WOKEN).then(|| woken.1 as f64 / all as f64);
+        let mut woken = Woken::default();
+        minutes.iter().filter(|one| one.minute <= now).for_each(|one| woken.add(&one.woken));
         let mut asked = ProviderCounts::default();
         earlier().for_each(|one| asked.add(&one.answers));
         let paid_at_provider = (asked.asked >= LEAST_ASKED).then(|| asked.paid as f64 / asked.asked as f64);
-        Self { closes_per_minute, paid_share, answers: UsualAnswers { paid_share: paid_at_provider } }
+        Self {
+            closes_per_minute,
+            paid_share: woken.usual_share(),
+            answers: UsualAnswers { paid_share: paid_at_provider },
+        }
     }
 
     /// The most closes in a minute that need not have been foreseen; `None` while the usual number is not known.
@@ -91,9 +95,8 @@ impl Window<'_> {
     /// # Errors
     /// [`Trip`] if closing must pause.
     pub fn judge(&self, usual: &Usual, bounds: &Bounds) -> Result<Option<u64>, Trip> {
-        self.judge_share(usual, bounds).map_or(Ok(()), Err)?;
-        self.judge_unknown(bounds).map_or(Ok(()), Err)?;
-        self.judge_paid_at_provider(usual, bounds).map_or(Ok(()), Err)?;
+        self.judge_unknown().map_or(Ok(()), Err)?;
+        self.judge_paid_at_provider(usual).map_or(Ok(()), Err)?;
         let Some(most) = usual.most_unforeseen(bounds) else { return Ok(None) };
         let recent = self.judged().filter(|one| one.minute > self.now - ADDED_UP);
         let unforeseen: u64 = recent.map(|one| one.unforeseen).sum();
@@ -121,7 +124,7 @@ impl Window<'_> {
     }
 
     /// The last minutes, if there was no answer for most orders in any of them.
-    fn judge_unknown(&self, bounds: &Bounds) -> Option<Trip> {
+    fn judge_unknown(&self) -> Option<Trip> {
         let last = self.now - UNKNOWN_FOR + 1..=self.now;
         let mut all = ProviderCounts::default();
         let mut unknown = 0;
@@ -129,11 +132,11 @@ impl Window<'_> {
             all.add(&one.answers);
             unknown += 1;
         }
-        if unknown == UNKNOWN_FOR { provider_trip(&all, &UsualAnswers::default(), bounds.sample) } else { None }
+        if unknown == UNKNOWN_FOR { provider_trip(&all, &UsualAnswers::default()) } else { None }
     }
 
-    /// The newest minutes that have a sample of orders together about which something is known.
-    fn judge_paid_at_provider(&self, usual: &Usual, bounds: &Bounds) -> Option<Trip> {
+    /// The newest minutes that have enough orders together about which something is known.
+    fn judge_paid_at_provider(&self, usual: &Usual) -> Option<Trip> {
         let mut newest: Vec<&MinuteCounts> = self
             .known()
             .filter(|one| self.resumed_in.is_none_or(|resumed| one.minute > resumed + ANSWERED_LATER))
@@ -146,27 +149,18 @@ impl Window<'_> {
                 unknown: 0,
                 ..one.answers
             });
-            if answered.asked >= u64::from(bounds.sample) {
+            if answered.asked >= LEAST_ANSWERS {
                 break;
             }
         }
-        provider_trip(&answered, &usual.answers, bounds.sample)
+        provider_trip(&answered, &usual.answers)
     }
 
-    /// The newest minutes that have a sample together: workers that are started again and again have none of their own.
-    fn judge_share(&self, usual: &Usual, bounds: &Bounds) -> Option<Trip> {
-        let share = PaidShare::new(usual.paid_share?, bounds.sample)?;
-        let mut newest: Vec<&MinuteCounts> = self.judged().collect();
-        newest.sort_unstable_by_key(|one| std::cmp::Reverse(one.minute));
-        let (mut closed, mut paid) = (0, 0);
-        for one in newest {
-            closed += one.woken_closed;
-            paid += one.woken_paid;
-            if closed + paid >= share.sample() {
-                break;
-            }
-        }
-        share.judge(closed, paid)
+    /// The orders that alarms woke in these minutes.
+    pub(super) fn woken_in(&self, minutes: impl RangeBounds<Minute>) -> Woken {
+        let mut woken = Woken::default();
+        self.minutes.iter().filter(|one| minutes.contains(&one.minute)).for_each(|one| woken.add(&one.woken));
+        woken
     }
 }
 

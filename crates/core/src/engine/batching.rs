@@ -20,7 +20,7 @@ const BUSY_PAUSE: Duration = Duration::from_millis(25);
 impl Engine {
     /// What a closer takes now, if one is free and anything is ready.
     pub(super) fn next_batch(&mut self, now: Timestamp) -> Option<Batch> {
-        let room = self.brake.room(now);
+        let room = self.brake.room();
         if self.is_paused() || room == 0 {
             return None;
         }
@@ -51,14 +51,14 @@ impl Engine {
             }
         };
         self.idle_closers -= 1;
-        self.brake.note_out(&batch, now);
+        self.brake.note_out(&batch);
         Some(batch)
     }
 
     /// When there is a batch for a closer even without another input.
     pub(super) fn batch_ready_at(&self) -> Option<Timestamp> {
         // With the result of what is out, or with the next limits, there is room again.
-        if self.is_paused() || self.brake.room(self.latest_time) == 0 {
+        if self.is_paused() || self.brake.room() == 0 {
             return None;
         }
         match self.availability.probe_at() {

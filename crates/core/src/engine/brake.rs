@@ -3,8 +3,8 @@
 //! Pure, like the whole engine. What is judged is in `crate::brake`; without limits the brake is off.
 
 use super::{Batch, BatchResult};
-use crate::brake::{Counts, Limits, PaidShare, SlowStart, Trip};
-use crate::order::{CloseOutcome, ClosedBy, Deadline, Outcome, Timestamp};
+use crate::brake::{Counts, Evidence, Limits, PaidShare, Trip, Woken};
+use crate::order::{CloseOutcome, ClosedBy, Deadline, Outcome};
 
 #[derive(Debug, Default)]
 pub(super) struct Brake {
@@ -12,14 +12,21 @@ pub(super) struct Brake {
     /// than what alarms find paid.
     claims: bool,
     limits: Option<(Limits, Option<PaidShare>)>,
-    slow_start: SlowStart,
+    evidence: Evidence,
     counts: Counts,
     /// Orders that are with a closer.
     out: u64,
+    /// How many came back and speak for the usual share, or for none: since the last limits, and between those and the ones
+    /// before.
+    as_usual: [u64; 2],
+    /// Closing is paused by a pause that outlives this worker.
+    is_paused: bool,
     /// It has tripped, and the pause is not known to be written.
     has_tripped: bool,
     /// What was not handed out yet.
     trip: Option<Trip>,
+    /// What was found must be shared before more orders go out, and that was not asked for yet.
+    wants_report: bool,
 }
 
 impl Brake {
@@ -28,24 +35,33 @@ impl Brake {
         Self { claims: true, ..Self::default() }
     }
 
-    pub fn set_limits(&mut self, limits: Limits, sample: u32) {
-        let usual = limits.paid_share.filter(|_| !self.claims);
-        let share = usual.and_then(|usual| PaidShare::new(usual, sample));
+    pub fn set_limits(&mut self, limits: Limits) {
+        let share = limits.paid_share.filter(|_| !self.claims).map(PaidShare::new);
         self.limits = Some((limits, share));
+        self.judge(&limits.others);
+        self.evidence.note_shared();
+        self.as_usual = [0, self.as_usual[0]];
     }
 
-    /// Closing is paused by a pause that outlives this worker.
-    pub fn note_paused(&mut self) {
-        self.has_tripped = false;
-        self.slow_start.begin_again();
+    /// What was found before is over with the pause.
+    pub fn set_paused(&mut self, is_paused: bool) {
+        self.is_paused = is_paused;
+        self.has_tripped &= !is_paused;
+        self.evidence = Evidence::default();
+        self.evidence.note_shared();
     }
 
-    pub fn has_tripped(&self) -> bool {
-        self.has_tripped
+    /// By a pause that outlives this worker, or by a trip, whose pause is being written.
+    pub fn is_paused(&self) -> bool {
+        self.is_paused || self.has_tripped
     }
 
     pub fn take_trip(&mut self) -> Option<Trip> {
         self.trip.take()
+    }
+
+    pub fn take_wants_report(&mut self) -> bool {
+        std::mem::take(&mut self.wants_report)
     }
 
     /// What was counted since the last call.
@@ -53,26 +69,27 @@ impl Brake {
         self.counts.take()
     }
 
-    /// How many more orders may be given to a closer.
-    pub fn room(&self, now: Timestamp) -> usize {
+    /// How many more orders may be given to a closer: twice as many with each round that is as usual, so that the first
+    /// ones of a burst tell what the others are.
+    pub fn room(&self) -> usize {
         let Some((limits, share)) = &self.limits else { return usize::MAX };
-        let slow = share.as_ref().map_or(u64::MAX, |share| self.slow_start.room(share, self.out, now));
+        let judged = share.as_ref().map_or(u64::MAX, |share| match self.evidence.room(share) {
+            0 => 0,
+            room => (room + self.as_usual.iter().sum::<u64>()).saturating_sub(self.out),
+        });
         let closed = self.counts.total.saturating_sub(limits.counted);
         let left = limits.closes_left.map_or(u64::MAX, |left| left.saturating_sub(closed + self.out));
-        usize::try_from(slow.min(left)).unwrap_or(usize::MAX)
+        usize::try_from(judged.min(left)).unwrap_or(usize::MAX)
     }
 
-    pub fn note_out(&mut self, batch: &Batch, now: Timestamp) {
+    pub fn note_out(&mut self, batch: &Batch) {
         self.out += batch.items.len() as u64;
-        if !batch.items.is_empty() {
-            self.slow_start.note_out(now);
-        }
     }
 
     pub fn note_result(&mut self, batch: &Batch, result: &BatchResult) {
         self.out = self.out.saturating_sub(batch.items.len() as u64);
         let Ok(results) = result else { return };
-        let (mut closed, mut paid) = (0, 0);
+        let mut woken = Woken::default();
         for item in &batch.items {
             let Some(Ok(CloseOutcome { outcome, deadline })) = results.get(item.alarm.order_id()) else { continue };
             let deadline = deadline.unwrap_or(item.alarm.deadline());
@@ -82,25 +99,33 @@ impl Brake {
             match outcome {
                 Outcome::Closed => {
                     self.counts.note_closed(deadline);
-                    closed += u64::from(batch.by == ClosedBy::Alarm);
+                    woken.closed += u64::from(batch.by == ClosedBy::Alarm);
                 }
                 // Not `Closing`: it was counted when it was claimed.
                 Outcome::Claimed => self.counts.note_closed(deadline),
-                Outcome::Paid => paid += u64::from(batch.by == ClosedBy::Alarm),
+                Outcome::Paid => woken.paid += u64::from(batch.by == ClosedBy::Alarm),
                 _ => {}
             }
         }
-        if self.claims {
-            return;
+        if !self.claims {
+            self.counts.woken.add(&woken);
         }
-        self.counts.woken_closed += closed;
-        self.counts.woken_paid += paid;
+        let undecided = self.evidence.orders();
+        self.judge(&woken);
+        self.as_usual[0] += undecided + batch.items.len() as u64 - self.evidence.orders();
         if let Some((_, Some(share))) = &self.limits
-            && let Some(trip) = self.slow_start.note_woken(share, closed, paid)
-            && !self.has_tripped
+            && self.evidence.room(share) == 0
         {
-            self.has_tripped = true;
-            self.trip = Some(trip);
+            (self.wants_report, self.as_usual) = (true, [0, 0]);
+        }
+    }
+
+    fn judge(&mut self, woken: &Woken) {
+        if let Some((_, Some(share))) = &self.limits
+            && !self.is_paused()
+        {
+            self.trip = self.evidence.add(share, woken);
+            self.has_tripped = self.trip.is_some();
         }
     }
 

@@ -107,8 +107,7 @@ pub struct Engine {
     session: u64,
     is_consuming: bool,
     draining: bool,
-    /// Nothing is closed, swept or consumed until it ends.
-    closing_is_paused: bool,
+    /// While it pauses closing, nothing is closed, swept or consumed.
     brake: Brake,
     rearms: RearmQueue,
     /// How many are handed out and not reported.
@@ -149,7 +148,6 @@ impl Engine {
             session: 0,
             is_consuming: false,
             draining: false,
-            closing_is_paused: false,
             brake: Brake::default(),
             rearms: RearmQueue::default(),
             rearming: 0,
@@ -221,15 +219,17 @@ impl Engine {
             }
             Input::ShareChanged(share) => self.look_ahead.set_share(share),
             Input::ClosingPaused => {
-                self.closing_is_paused = true;
-                self.brake.note_paused();
+                self.brake.set_paused(true);
                 self.update_closing_pause();
             }
             Input::ClosingResumed => {
-                self.closing_is_paused = false;
+                self.brake.set_paused(false);
                 self.update_closing_pause();
             }
-            Input::BrakeLimits(limits) => self.brake.set_limits(limits, self.policy.brake_sample),
+            Input::BrakeLimits(limits) => {
+                self.brake.set_limits(limits);
+                self.update_closing_pause();
+            }
             Input::ClockRead => self.availability.note_clock(None),
             Input::ClockNotRead(reason) => self.availability.note_clock(Some(reason)),
             Input::SessionOpened(number) => {
@@ -266,6 +266,8 @@ impl Engine {
         while let Some(batch) = self.next_batch(now) {
             actions.push(Action::Close(batch));
         }
+        // First: what has tripped this worker trips the others, which read the pause once a second.
+        actions.extend(self.brake.take_wants_report().then_some(Action::ReportCounts));
         actions.extend(self.brake.take_trip().map(Action::PauseClosing));
         if let Some(closing) = &mut self.closing {
             actions.extend(closing.poll_actions(now).into_iter().map(Action::Closing));
@@ -432,9 +434,8 @@ impl Engine {
         }
     }
 
-    /// By a pause that outlives this worker, or by the brake, whose pause is being written.
     fn is_paused(&self) -> bool {
-        self.closing_is_paused || self.brake.has_tripped()
+        self.brake.is_paused()
     }
 
     fn update_closing_pause(&mut self) {

@@ -49,8 +49,6 @@ pub struct Policy {
     pub has_no_alarms: bool,
     /// The most overdue orders in one page. No further page is asked for while so many wait for a closer.
     pub sweep_page: usize,
-    /// `brake.sample`: how many orders are closed before the share of paid ones is judged.
-    pub brake_sample: u32,
     /// Which share of a pause after a failure this worker takes, at most 1. Each worker has its own share, so that
     /// workers that lost the same server do not come back in step.
     pub pause_share: f64,

@@ -1,7 +1,7 @@
 //! While closing is paused nothing is closed by any path, and the broker keeps the alarms.
 
 use super::*;
-use crate::brake::Limits;
+use crate::brake::{Limits, Woken};
 
 #[test]
 fn paused_engine_closes_nothing() {
@@ -50,8 +50,8 @@ fn look_ahead_waits_for_end_of_pause() {
     assert!(matches!(&engine.poll_actions(at_ms(251))[..], [Action::Sweep(_)]));
 }
 
-fn limits(paid_share: Option<f64>, closes_left: Option<u64>) -> Input {
-    Input::BrakeLimits(Limits { paid_share, closes_left, counted: 0, known_until: Some(at_ms(10)) })
+fn limits(paid_share: Option<f64>, closes_left: Option<u64>) -> Limits {
+    Limits { paid_share, others: Woken::default(), closes_left, counted: 0, known_until: Some(at_ms(10)) }
 }
 
 /// Alarms of orders that fall due at this time.
@@ -84,31 +84,68 @@ fn close_all(engine: &mut Engine, ms: i64) -> (usize, bool) {
 }
 
 #[test]
-fn brake_trips_within_sample() {
+fn brake_trips_after_unpaid_orders() {
     let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
-    engine.handle(limits(Some(0.7), None), at_ms(0));
+    let share = limits(Some(0.7), None);
     deliver(&mut engine, 0..3_000, 1_000);
-    assert_eq!(close_all(&mut engine, 1_002), (100, true), "and no more, over two closers");
+    for round in 1..=6 {
+        engine.handle(Input::BrakeLimits(share), at_ms(1_002));
+        assert_eq!(close_all(&mut engine, 1_002), (7, round == 6), "no more until the other workers know of them");
+        assert_eq!(engine.take_counts().woken, Woken { closed: 7, paid: 0 });
+    }
     assert!(engine.snapshot(at_ms(1_002)).closing_is_paused && !engine.wants_deliveries(at_ms(1_002)));
-    assert_eq!(engine.take_counts().woken_closed, 100);
     // A stale answer that closing is not paused does not end it before the pause is written.
     engine.handle(Input::ClosingResumed, at_ms(1_003));
     assert_eq!(close_all(&mut engine, 1_003), (0, false));
     engine.handle(Input::ClosingPaused, at_ms(1_004));
+    engine.handle(Input::BrakeLimits(Limits { known_until: Some(at_ms(9_000)), ..share }), at_ms(9_000));
     engine.handle(Input::ClosingResumed, at_ms(9_000));
-    let known = Limits { paid_share: Some(0.7), closes_left: None, counted: 0, known_until: Some(at_ms(9_000)) };
-    engine.handle(Input::BrakeLimits(known), at_ms(9_000));
-    assert_eq!(close_all(&mut engine, 9_000), (2_900, false), "what was due when it was resumed");
+    assert_eq!(close_all(&mut engine, 9_000), (2_958, false), "what was due when it was resumed");
+}
+
+#[test]
+fn brake_trips_by_what_other_workers_found() {
+    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    let share = limits(Some(0.7), None);
+    engine.handle(Input::BrakeLimits(share), at_ms(0));
+    deliver(&mut engine, 0..3_000, 1_000);
+    assert_eq!(close_all(&mut engine, 1_002), (7, false));
+    let others = Woken { closed: 35, paid: 0 };
+    engine.handle(Input::BrakeLimits(Limits { others, ..share }), at_ms(1_003));
+    assert_eq!(close_all(&mut engine, 1_003), (0, true));
+}
+
+fn batch_of(action: Action) -> Option<Batch> {
+    match action {
+        Action::Close(batch) => Some(batch),
+        _ => None,
+    }
+}
+
+#[test]
+fn burst_opens_up_while_orders_are_paid() {
+    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    engine.handle(Input::BrakeLimits(limits(Some(0.7), None)), at_ms(0));
+    deliver(&mut engine, 0..1_000, 1_000);
+    let mut rounds = Vec::new();
+    for _ in 0..6 {
+        let batches: Vec<Batch> = engine.poll_actions(at_ms(1_002)).into_iter().filter_map(batch_of).collect();
+        rounds.push(batches.iter().map(|batch| batch.items.len()).sum::<usize>());
+        for batch in batches {
+            finish(&mut engine, batch, &found(Outcome::Paid), at_ms(1_002));
+        }
+    }
+    assert_eq!(rounds, [7, 14, 28, 56, 112, 160], "twice as many each time, up to two full batches");
 }
 
 #[test]
 fn closes_stop_at_limit_until_next() {
     let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
-    engine.handle(limits(None, Some(250)), at_ms(0));
+    engine.handle(Input::BrakeLimits(limits(None, Some(250))), at_ms(0));
     deliver(&mut engine, 0..1_000, 1_000);
     assert_eq!(close_all(&mut engine, 1_002), (250, false));
     assert!(engine.next_wakeup().is_none_or(|wake| wake > at_ms(1_002)), "it does not ask to be woken at once");
-    let next = Limits { paid_share: None, closes_left: Some(10_000), counted: 250, known_until: None };
+    let next = Limits { counted: 250, known_until: None, ..limits(None, Some(10_000)) };
     engine.handle(Input::BrakeLimits(next), at_ms(2_000));
     assert_eq!(close_all(&mut engine, 2_000), (750, false));
     assert_eq!(engine.take_counts().closed_by_due.values().sum::<u64>(), 1_000);
