@@ -259,7 +259,30 @@ pub struct ParkedSettings {
 pub struct HttpSettings {
     pub listen: Listen,
     pub page: bool,
+    pub hosts: Vec<HostName>,
     pub token_file: String,
+}
+
+/// A name or an address, as a browser sends it: small letters, punycode, no dot at the end.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct HostName(pub url::Host);
+
+impl HostName {
+    /// `None` if the text is neither. A port is not a part of it.
+    #[must_use]
+    pub fn new(text: &str) -> Option<Self> {
+        url::Host::parse(text.strip_suffix('.').unwrap_or(text)).ok().map(Self)
+    }
+}
+
+impl TryFrom<String> for HostName {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        let why =
+            || format!("{text:?} is not the name of a host; write it like ops.example, without scheme, port and *");
+        Self::new(text.trim()).filter(|_| !text.contains('*')).ok_or_else(why)
+    }
 }
 
 /// An IP address and port to listen at; `None` for nowhere. Not a host name: resolving it would be I/O, and might yield

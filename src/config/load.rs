@@ -23,7 +23,7 @@ const DATABASE_URL: &str = "DATABASE_URL";
 const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
 /// Settings that are lists, which are separated by commas outside a file.
-const LISTS: [&str; 3] = ["delay.lanes", "worker.kinds", "worker.take_shards"];
+const LISTS: [&str; 4] = ["delay.lanes", "worker.kinds", "worker.take_shards", "http.hosts"];
 /// How a list is written in a file.
 const LIST_FORM: &str = "lanes = [\"15m\"]";
 /// Lists of a kind, behind its name.

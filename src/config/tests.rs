@@ -190,6 +190,8 @@ fn each_fault_names_its_key_and_origin() {
         &["delay.rings", "environment", "as a file has it"],
     );
     check(&[], &["delay.lanes=30m,1800s"], &["delay.lanes", "twice"]);
+    check(&[], &["http.hosts=ops.example:443"], &["http.hosts", "\"ops.example:443\"", "without scheme"]);
+    check(&[], &["http.hosts=*"], &["http.hosts", "like ops.example"]);
     check(&[], &["http.listen=9394"], &["http.listen", "--set", "\"9394\"", "127.0.0.1:9394"]);
     check(&[("ORDER_TIMEOUT__HTTP__LISTEN", "localhost:9394")], &[], &["http.listen", "environment", "IP address"]);
 }

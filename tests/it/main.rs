@@ -21,6 +21,7 @@ mod deadline;
 mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
+mod description;
 mod doctor;
 mod dry_run;
 mod explain;

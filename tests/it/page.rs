@@ -315,18 +315,17 @@ fn all_alarms_of_reason_are_retried() {
 }
 
 #[test]
-fn logins_are_limited() {
+fn wrong_logins_lock_nothing() {
     let file = NamedTempFile::new().unwrap();
     TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
         let worker = env.worker().await;
         let own = origin(&worker);
-        for _ in 0..10 {
+        for _ in 0..12 {
             let refused = submit(&worker, "/login", &own, "", "who=a&token=guess").await;
             assert!(refused.status == 401 && refused.header("set-cookie").is_none(), "{refused:?}");
             assert!(refused.body.contains("the token is wrong") && !refused.body.contains("guess"), "{refused:?}");
         }
-        let refused = submit(&worker, "/login", &own, "", &format!("who=a&token={TOKEN}")).await;
-        assert!(refused.status == 429 && refused.header("retry-after").is_some(), "{refused:?}");
+        log_in(&worker).await;
         worker.stop().await;
     });
 }

@@ -14,9 +14,10 @@ use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::site::Shared;
+use super::described::{NameOrReason, integers};
 use super::extract::{Body, InPath, Parameters, WithToken};
 use super::reads::json;
-use super::{Problem, operator};
+use super::{Problem, not_too_many, operator};
 use crate::operations::late_payments::{self, LatePage, LatePayment, ReopenedOrder};
 use crate::postgres::Operator;
 
@@ -35,6 +36,7 @@ pub(super) struct LateParameters {
     /// `next` of the page before.
     after: Option<i64>,
     /// Payments on the page, 1 to 1000; 100 if it is not given.
+    #[param(minimum = 1, maximum = 1000)]
     limit: Option<i64>,
 }
 
@@ -51,8 +53,6 @@ pub(super) struct LatePayments {
 /// Payments that paid for nothing and are not settled.
 #[utoipa::path(get, path = "/late-payments", tag = "late money", params(LateParameters), responses(
     (status = 200, body = LatePayments),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn list(
     State(shared): State<Arc<Shared>>,
@@ -74,11 +74,15 @@ pub(super) async fn list(
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::http) struct RefundDue {
-    /// At least one.
+    /// These.
+    #[serde(deserialize_with = "integers")]
+    #[schema(min_items = 1, max_items = 1000)]
     pub ids: Vec<i64>,
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     pub who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     pub why: String,
 }
 
@@ -95,11 +99,6 @@ pub(in crate::http) struct Refunded {
 #[utoipa::path(post, path = "/late-payments/refund-due", tag = "late money", request_body = RefundDue,
     security(("token" = [])), responses(
     (status = 200, body = Refunded),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn refund_due(
     WithToken(shared): WithToken,
@@ -113,8 +112,10 @@ pub(super) async fn refund_due(
 #[serde(deny_unknown_fields)]
 pub(in crate::http) struct Reopening {
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     pub who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     pub why: String,
 }
 
@@ -123,12 +124,7 @@ pub(in crate::http) struct Reopening {
     params(("id" = i64, Path, description = "Of the late payment")),
     security(("token" = [])), responses(
     (status = 200, body = ReopenedOrder),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
     (status = 409, body = Problem, content_type = "application/problem+json", description = "it cannot be reopened: why"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn reopen(
     WithToken(shared): WithToken,
@@ -140,14 +136,11 @@ pub(super) async fn reopen(
 
 /// For callers that were authorised, as of [`refund_due`].
 pub(in crate::http) async fn settle_refund_due(shared: &Shared, change: RefundDue) -> Result<Refunded, Problem> {
-    let operator = operator(&change.who, &change.why)?;
-    if change.ids.is_empty() {
-        return Err(Problem::bad_request("ids is empty; give at least one"));
-    }
+    let (operator, ids) = (operator(&change.who, &change.why)?, not_too_many(change.ids)?);
     let database = &shared.sources().await?.database;
-    let settled = late_payments::refund_due(database, &change.ids, &operator).await;
+    let settled = late_payments::refund_due(database, &ids, &operator).await;
     let settled = settled.map_err(late_payments::unavailable)?;
-    let not_open: Vec<i64> = change.ids.into_iter().filter(|id| !settled.contains(id)).collect();
+    let not_open: Vec<i64> = ids.into_iter().filter(|id| !settled.contains(id)).collect();
     let Operator { who, why, run } = &operator;
     info!(who, why, %run, ?settled, ?not_open, "late payments were settled as due to be given back over HTTP");
     Ok(Refunded { settled, not_open })

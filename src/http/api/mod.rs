@@ -3,6 +3,7 @@
 //!
 //! Reads parameters, calls an operation, and answers; decides nothing else.
 
+mod described;
 mod extract;
 pub(super) mod late;
 pub(super) mod parked;
@@ -29,8 +30,10 @@ pub(super) use problem::Problem;
 
 /// Where it begins.
 const ROOT: &str = "/api/v1";
-/// A thousand ids are 40 kB.
-const LARGEST_BODY_BYTES: usize = 64 * 1024;
+/// A thousand order ids of 200 bytes, each byte escaped, and a reason. Read only from clients with the token.
+const LARGEST_BODY_BYTES: usize = 1024 * 1024;
+/// Rows that one request can choose.
+const MOST_IDS: usize = 1_000;
 
 fn described() -> OpenApiRouter<Arc<Shared>> {
     let routes = OpenApiRouter::new()
@@ -73,6 +76,22 @@ pub(in crate::http) fn operator(who: &str, why: &str) -> Result<Operator, Proble
     Ok(Operator { who, why: Some(why), run: Uuid::now_v7() })
 }
 
+/// The chosen rows: at least one.
+fn not_too_many<Id>(ids: Vec<Id>) -> Result<Vec<Id>, Problem> {
+    match ids.len() {
+        1..=MOST_IDS => Ok(ids),
+        count => Err(Problem::bad_request(format!("ids has {count}; give 1 to {MOST_IDS}"))),
+    }
+}
+
+/// A text as of `PlainText` in the description.
+fn plain<'a>(name: &str, text: &'a str) -> Result<&'a str, Problem> {
+    let fits = text.chars().count() <= 200 && !text.contains('\0');
+    fits.then_some(text).ok_or_else(|| {
+        Problem::bad_request(format!("{name} is longer than 200 characters or contains a NUL character"))
+    })
+}
+
 async fn no_such_path() -> Problem {
     Problem::new(StatusCode::NOT_FOUND, "there is no such path; docs/openapi.yaml lists them")
 }
@@ -89,10 +108,13 @@ pub fn openapi() -> OpenApi {
     let mut info = Info::new("order-timeout", "1");
     info.description = Some(
         "What falls due, why an order is open, reminders, parked alarms, late money, unresolved orders and pauses of closing. Served below http.listen if http.page is true. \
-         Errors are application/problem+json (RFC 9457)."
+         Errors are application/problem+json (RFC 9457). Text from outside, such as ids, names, reasons and bodies, is data: it is what was stored. \
+         Characters that are invisible or change the direction of text are written as JSON escapes (such as \\u202e), and a program that shows them must do so too; \
+         in `detail`, which is for people, they are shown as such."
             .to_owned(),
     );
     api.info = info;
+    described::add_errors(&mut api);
     let bearer = SecurityScheme::Http(
         HttpBuilder::new()
             .scheme(HttpAuthScheme::Bearer)

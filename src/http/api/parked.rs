@@ -15,9 +15,10 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::super::site::Shared;
+use super::described::{NameOrReason, ParkedReason, Yes, given, yes};
 use super::extract::{Body, Parameters, WithToken};
 use super::reads::json;
-use super::{Problem, operator};
+use super::{Problem, not_too_many, operator};
 use crate::operations::parked::{self, Dropped, ParkedPage, Retried};
 use crate::postgres::Operator;
 use crate::postgres::parked_alarms::Selection;
@@ -32,20 +33,20 @@ const LARGEST_PAGE: i64 = 1_000;
 #[into_params(parameter_in = Query)]
 pub(super) struct ParkedParameters {
     /// Only those that were parked for this reason.
+    #[param(value_type = Option<ParkedReason>, inline)]
     reason: Option<String>,
     /// `next` of the page before.
     after: Option<Uuid>,
     /// Alarms on the page, 1 to 1000; 100 if it is not given.
+    #[param(minimum = 1, maximum = 1000)]
     limit: Option<i64>,
 }
 
 /// Parked alarms, the oldest first.
 #[utoipa::path(get, path = "/parked", tag = "parked alarms", params(ParkedParameters), responses(
     (status = 200, body = ParkedPage),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 410, body = Problem, content_type = "application/problem+json",
+    (status = 404, body = Problem, content_type = "application/problem+json",
      description = "the alarm of `after` is no longer parked"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn list(
     State(shared): State<Arc<Shared>>,
@@ -62,26 +63,32 @@ pub(super) async fn list(
 /// A change of parked alarms: exactly one of `ids`, `reason` and `all`.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+#[schema(min_properties = 3, max_properties = 3)]
 pub(in crate::http) struct ParkedChange {
     /// These.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "given")]
+    #[schema(nullable = false, min_items = 1, max_items = 1000)]
     pub ids: Option<Vec<Uuid>>,
     /// All that were parked for this reason.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "given")]
+    #[schema(nullable = false, value_type = Option<ParkedReason>)]
     pub reason: Option<String>,
-    /// `true`: all of them.
-    #[serde(default)]
+    /// All of them.
+    #[serde(default, deserialize_with = "yes")]
+    #[schema(value_type = Yes)]
     pub all: bool,
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     pub who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     pub why: String,
 }
 
 impl ParkedChange {
     fn checked(self) -> Result<(Selection, Operator), Problem> {
         let selection = match (self.ids, self.reason, self.all) {
-            (Some(ids), None, false) if !ids.is_empty() => Selection::Ids(ids),
+            (Some(ids), None, false) => Selection::Ids(not_too_many(ids)?),
             (None, Some(reason), false) => Selection::Reason(known_reason(reason)?),
             (None, None, true) => Selection::All,
             _ => return Err(Problem::bad_request("give exactly one of ids, reason and all")),
@@ -103,12 +110,7 @@ fn known_reason(reason: String) -> Result<String, Problem> {
 #[utoipa::path(post, path = "/parked/retry", tag = "parked alarms", request_body = ParkedChange,
     security(("token" = [])), responses(
     (status = 200, body = Retried),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
     (status = 409, body = Problem, content_type = "application/problem+json", description = "there is no broker"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn retry(WithToken(shared): WithToken, Body(change): Body<ParkedChange>) -> Result<Response, Problem> {
     json(&retry_alarms(&shared, change).await?)
@@ -118,11 +120,6 @@ pub(super) async fn retry(WithToken(shared): WithToken, Body(change): Body<Parke
 #[utoipa::path(post, path = "/parked/drop", tag = "parked alarms", operation_id = "drop", request_body = ParkedChange,
     security(("token" = [])), responses(
     (status = 200, body = Dropped),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn drop_alarms(
     WithToken(shared): WithToken,

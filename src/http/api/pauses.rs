@@ -14,6 +14,7 @@ use tracing::info;
 use utoipa::ToSchema;
 
 use super::super::site::Shared;
+use super::described::{KindName, NameOrReason};
 use super::extract::{Body, WithToken};
 use super::reads::json;
 use super::{Problem, operator};
@@ -24,7 +25,7 @@ pub(in crate::http) const ENDED: i64 = 20;
 
 /// The pauses that last, and the newest of those that are over.
 #[utoipa::path(get, path = "/pauses", tag = "pauses", responses(
-    (status = 200, body = Pauses), (status = 503, body = Problem, content_type = "application/problem+json"),
+    (status = 200, body = Pauses),
 ))]
 pub(super) async fn list(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
     json(&pause_closing::list(&shared.sources().await?.database, ENDED).await?)
@@ -36,11 +37,13 @@ pub(super) async fn list(State(shared): State<Arc<Shared>>) -> Result<Response, 
 pub(in crate::http) struct PauseChange {
     /// As the settings name it; every kind if it is not given.
     #[serde(default)]
-    #[schema(value_type = Option<String>)]
+    #[schema(value_type = Option<KindName>)]
     pub kind: Option<Kind>,
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     pub who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     pub why: String,
 }
 
@@ -50,11 +53,13 @@ pub(in crate::http) struct PauseChange {
 pub(in crate::http) struct ResumeChange {
     /// As the settings name it; every kind if it is not given.
     #[serde(default)]
-    #[schema(value_type = Option<String>)]
+    #[schema(value_type = Option<KindName>)]
     pub kind: Option<Kind>,
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     pub who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     pub why: String,
     /// Whether more than 20 orders that are due are to be closed.
     #[serde(default)]
@@ -64,11 +69,7 @@ pub(in crate::http) struct ResumeChange {
 /// Pauses closing: no worker closes an order of the kind until it is resumed, also after a restart.
 #[utoipa::path(post, path = "/pauses", tag = "pauses", request_body = PauseChange, security(("token" = [])), responses(
     (status = 200, body = Paused, description = "`began` is false if it was paused before"),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
+    (status = 404, body = Problem, content_type = "application/problem+json", description = "there is no such kind"),
 ))]
 pub(super) async fn pause(WithToken(shared): WithToken, Body(change): Body<PauseChange>) -> Result<Response, Problem> {
     json(&begin_pause(&shared, change).await?)
@@ -78,13 +79,9 @@ pub(super) async fn pause(WithToken(shared): WithToken, Body(change): Body<Pause
 #[utoipa::path(post, path = "/pauses/resume", tag = "pauses", request_body = ResumeChange,
     security(("token" = [])), responses(
     (status = 200, body = Resumed, description = "`still_paused` has a pause of every kind, which is not ended for one"),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
+    (status = 404, body = Problem, content_type = "application/problem+json", description = "there is no such kind"),
     (status = 409, body = Problem, content_type = "application/problem+json",
         description = "more than 20 orders are due, and `yes` is not true"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn resume(
     WithToken(shared): WithToken,

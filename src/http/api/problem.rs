@@ -4,7 +4,7 @@
 
 use axum::Json;
 use axum::extract::rejection::{JsonRejection, PathRejection, QueryRejection};
-use axum::http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::header::{CONTENT_TYPE, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
@@ -26,15 +26,12 @@ pub(in crate::http) struct Problem {
     pub title: String,
     /// One sentence that names the fix.
     pub detail: String,
-    #[serde(skip)]
-    #[schema(ignore)]
-    retry_after_s: Option<u64>,
 }
 
 impl Problem {
     pub fn new(status: StatusCode, detail: impl Into<String>) -> Self {
         let title = status.canonical_reason().unwrap_or_default().to_owned();
-        Self { status: status.as_u16(), title, detail: detail.into(), retry_after_s: None }
+        Self { status: status.as_u16(), title, detail: detail.into() }
     }
 
     pub fn bad_request(detail: impl Into<String>) -> Self {
@@ -49,16 +46,12 @@ impl Problem {
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let retry_after_s = self.retry_after_s;
         let shown = Self { detail: sanitize::one_line(&self.detail).into_owned(), ..self };
         let mut response = (status, Json(shown)).into_response();
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         if status == StatusCode::UNAUTHORIZED {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-        }
-        if let Some(seconds) = retry_after_s {
-            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
     }
@@ -70,9 +63,6 @@ impl From<Denied> for Problem {
         match denied {
             Denied::ReadOnly => Self::new(StatusCode::FORBIDDEN, why),
             Denied::WrongToken => Self::new(StatusCode::UNAUTHORIZED, why),
-            Denied::TooManyTries(wait) => {
-                Self { retry_after_s: Some(wait.as_secs() + 1), ..Self::new(StatusCode::TOO_MANY_REQUESTS, why) }
-            }
         }
     }
 }
@@ -86,7 +76,7 @@ impl From<DatabaseError> for Problem {
 impl From<SourceError> for Problem {
     fn from(error: SourceError) -> Self {
         match error {
-            SourceError::NoKind { .. } => Self::bad_request(error.to_string()),
+            SourceError::NoKind { .. } => Self::new(StatusCode::NOT_FOUND, error.to_string()),
             SourceError::Database(error) => error.into(),
         }
     }
@@ -95,7 +85,7 @@ impl From<SourceError> for Problem {
 impl From<PauseError> for Problem {
     fn from(error: PauseError) -> Self {
         match error {
-            PauseError::UnknownKind(..) => Self::bad_request(error.to_string()),
+            PauseError::UnknownKind(..) => Self::new(StatusCode::NOT_FOUND, error.to_string()),
             PauseError::IsPaused(_) => Self::new(StatusCode::CONFLICT, error.to_string()),
             PauseError::Database(error) => error.into(),
         }
@@ -105,7 +95,7 @@ impl From<PauseError> for Problem {
 impl From<ParkedError> for Problem {
     fn from(error: ParkedError) -> Self {
         match error {
-            ParkedError::Gone(_) => Self::new(StatusCode::GONE, error.to_string()),
+            ParkedError::Gone(_) => Self::new(StatusCode::NOT_FOUND, error.to_string()),
             ParkedError::Database(error) => error.into(),
         }
     }
@@ -115,6 +105,8 @@ impl From<PendingError> for Problem {
     fn from(error: PendingError) -> Self {
         match error {
             PendingError::Unknown(_) => Self::unavailable(error.to_string()),
+            PendingError::Place(_) => Self::new(StatusCode::NOT_FOUND, error.to_string()),
+            PendingError::EmptyWindow { .. } => Self::new(StatusCode::CONFLICT, error.to_string()),
             _ => Self::bad_request(error.to_string()),
         }
     }
@@ -143,6 +135,9 @@ impl From<PathRejection> for Problem {
 
 impl From<JsonRejection> for Problem {
     fn from(fault: JsonRejection) -> Self {
-        Self::new(fault.status(), format!("{}; docs/openapi.yaml describes the body", fault.body_text()))
+        // JSON of another form is refused like any other value that does not fit.
+        let status = Some(fault.status()).filter(|status| *status != StatusCode::UNPROCESSABLE_ENTITY);
+        let why = format!("{}; docs/openapi.yaml describes the body", fault.body_text());
+        Self::new(status.unwrap_or(StatusCode::BAD_REQUEST), why)
     }
 }

@@ -16,6 +16,7 @@ use utoipa::IntoParams;
 
 use super::super::site::Shared;
 use super::Problem;
+use super::described::{KindName, OrderIdText, PlainText};
 use super::extract::{InPath, Parameters};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::explain::Explanation;
@@ -50,15 +51,13 @@ fn order_id(text: &str) -> Result<OrderId, Problem> {
 pub(in crate::http) struct KindParameter {
     /// As the settings name it; `order` if it is not given.
     #[serde(default)]
-    #[param(value_type = Option<String>)]
+    #[param(value_type = Option<KindName>, inline)]
     pub kind: Kind,
 }
 
 /// What the deployment is doing.
 #[utoipa::path(get, path = "/status", tag = "state", params(KindParameter), responses(
     (status = 200, body = Status),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn status(
     State(shared): State<Arc<Shared>>,
@@ -72,7 +71,7 @@ pub(super) async fn status(
 /// Whether orders of every kind are closed on time right now: what `status` says, without counting the orders that are
 /// not due.
 #[utoipa::path(get, path = "/overview", tag = "state", responses(
-    (status = 200, body = Overview), (status = 503, body = Problem, content_type = "application/problem+json"),
+    (status = 200, body = Overview),
 ))]
 pub(super) async fn overview(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
     let sources = shared.sources().await?;
@@ -86,14 +85,13 @@ pub(super) async fn overview(State(shared): State<Arc<Shared>>) -> Result<Respon
 #[into_params(parameter_in = Query)]
 pub(super) struct LastHourParameters {
     /// Only this kind; all together if it is not given.
-    #[param(value_type = Option<String>)]
+    #[param(value_type = Option<KindName>, inline)]
     kind: Option<Kind>,
 }
 
 /// What this worker closed in each minute of the last hour, and how late. Minutes without closes are left out.
 #[utoipa::path(get, path = "/last-hour", tag = "state", params(LastHourParameters), responses(
     (status = 200, body = Vec<ClosedMinute>),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn last_hour(
     State(shared): State<Arc<Shared>>,
@@ -105,12 +103,10 @@ pub(super) async fn last_hour(
 
 /// One order by table.
 #[utoipa::path(get, path = "/orders/{order_id}", tag = "orders",
-    params(("order_id" = String, Path, description = "As the orders table has it"), KindParameter),
+    params(("order_id" = inline(OrderIdText), Path, description = "As the orders table has it"), KindParameter),
     responses(
         (status = 200, body = OrderStory, description = "`exists` is false if there is no such order"),
-        (status = 400, body = Problem, content_type = "application/problem+json"),
-        (status = 503, body = Problem, content_type = "application/problem+json"),
-))]
+    ))]
 pub(super) async fn order(
     State(shared): State<Arc<Shared>>,
     InPath(id): InPath<String>,
@@ -123,12 +119,10 @@ pub(super) async fn order(
 
 /// One order's story in time, why it is still open, and what to do.
 #[utoipa::path(get, path = "/orders/{order_id}/explain", tag = "orders",
-    params(("order_id" = String, Path, description = "As the orders table has it"), KindParameter),
+    params(("order_id" = inline(OrderIdText), Path, description = "As the orders table has it"), KindParameter),
     responses(
         (status = 200, body = Explanation, description = "`exists` is false if there is no such order"),
-        (status = 400, body = Problem, content_type = "application/problem+json"),
-        (status = 503, body = Problem, content_type = "application/problem+json"),
-))]
+    ))]
 pub(super) async fn explain(
     State(shared): State<Arc<Shared>>,
     InPath(id): InPath<String>,
@@ -146,21 +140,31 @@ pub(super) async fn explain(
 pub(in crate::http) struct PendingParameters {
     /// The kind of the deadlines, as the settings name it; `order` if it is not given.
     #[serde(default)]
-    #[param(value_type = Option<String>)]
+    #[param(value_type = Option<KindName>, inline)]
     pub kind: Kind,
     /// The first deadline, RFC 3339; now if it is not given.
+    #[param(format = DateTime)]
     from: Option<String>,
     /// The end of the window, excluded, RFC 3339; an hour after its beginning if it is not given.
+    #[param(format = DateTime)]
     until: Option<String>,
     /// A part of an order's id, or of the id of one of its articles.
+    #[param(value_type = Option<PlainText>, inline)]
     pub text: Option<String>,
     /// `next` of the page before; give `from` and `until` of that page as well.
     after: Option<String>,
     /// Orders on the page, 1 to 1000; 100 if it is not given.
+    #[param(minimum = 1, maximum = 1000)]
     limit: Option<usize>,
 }
 
 impl PendingParameters {
+    /// Empty fields of a form are as good as none.
+    pub(in crate::http) fn without_empty(self) -> Self {
+        let filled = |text: Option<String>| text.filter(|text| !text.is_empty());
+        Self { from: filled(self.from), until: filled(self.until), after: filled(self.after), ..self }
+    }
+
     /// # Errors
     /// A sentence about the first that cannot be read.
     pub(in crate::http) fn query(self) -> Result<PendingQuery, Problem> {
@@ -168,14 +172,14 @@ impl PendingParameters {
             from: time("from", self.from.as_deref())?,
             until: time("until", self.until.as_deref())?,
             text: self.text,
-            after: self.after.filter(|after| !after.is_empty()),
+            after: self.after,
             limit: self.limit,
         })
     }
 }
 
 fn time(name: &str, text: Option<&str>) -> Result<Option<Timestamp>, Problem> {
-    let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
+    let Some(text) = text else { return Ok(None) };
     let why = || {
         Problem::bad_request(format!(
             "{name}={text} is not a time; write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z"
@@ -187,8 +191,7 @@ fn time(name: &str, text: Option<&str>) -> Result<Option<Timestamp>, Problem> {
 /// What falls due, page by page.
 #[utoipa::path(get, path = "/pending", tag = "orders", params(PendingParameters), responses(
     (status = 200, body = Pending),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
+    (status = 409, body = Problem, content_type = "application/problem+json", description = "`until` is not after `from`"),
 ))]
 pub(super) async fn pending(
     State(shared): State<Arc<Shared>>,
@@ -206,17 +209,16 @@ pub(super) async fn pending(
 pub(super) struct ForecastParameters {
     /// The kind of the deadlines, as the settings name it; `order` if it is not given.
     #[serde(default)]
-    #[param(value_type = Option<String>)]
+    #[param(value_type = Option<KindName>, inline)]
     kind: Kind,
     /// With its unit, 1m to 7d; 6h if it is not given.
+    #[param(pattern = "^([1-9][0-9]{0,3}m|([1-9][0-9]?|1[0-5][0-9]|16[0-8])h|[1-7]d)$")]
     next: Option<String>,
 }
 
 /// What falls due in each of the next minutes, beside what can be closed in a minute.
 #[utoipa::path(get, path = "/forecast", tag = "orders", params(ForecastParameters), responses(
     (status = 200, body = Forecast),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn forecast(
     State(shared): State<Arc<Shared>>,
@@ -234,7 +236,7 @@ pub(super) async fn forecast(
 
 /// Reminders that were announced in the last hour.
 #[utoipa::path(get, path = "/reminders", tag = "state", responses(
-    (status = 200, body = Vec<SentReminders>), (status = 503, body = Problem, content_type = "application/problem+json"),
+    (status = 200, body = Vec<SentReminders>),
 ))]
 pub(super) async fn sent_reminders(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
     let sources = shared.sources().await?;

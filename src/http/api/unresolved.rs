@@ -14,9 +14,10 @@ use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::site::Shared;
+use super::described::{NameOrReason, OrderIdText, PlainText, Yes, given, yes};
 use super::extract::{Body, Parameters, WithToken};
 use super::reads::json;
-use super::{Problem, operator};
+use super::{Problem, not_too_many, operator, plain};
 use crate::operations::unresolved::{self, Decision, DecisionError, UnresolvedOrder, UnresolvedPage, Which};
 use crate::postgres::Operator;
 
@@ -30,8 +31,10 @@ const LARGEST_PAGE: i64 = 1_000;
 #[into_params(parameter_in = Query)]
 pub(super) struct UnresolvedParameters {
     /// `next` of the page before.
+    #[param(value_type = Option<OrderIdText>, inline)]
     after: Option<String>,
     /// Orders on the page, 1 to 1000; 100 if it is not given.
+    #[param(minimum = 1, maximum = 1000)]
     limit: Option<i64>,
 }
 
@@ -48,8 +51,6 @@ pub(in crate::http) struct UnresolvedOrders {
 /// Orders that a payment provider's answers could not decide. They keep what they have reserved.
 #[utoipa::path(get, path = "/unresolved", tag = "unresolved orders", params(UnresolvedParameters), responses(
     (status = 200, body = UnresolvedOrders),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn list(
     State(shared): State<Arc<Shared>>,
@@ -81,19 +82,25 @@ pub(in crate::http) async fn page(
 /// Unresolved orders to ask about again: exactly one of `ids`, `reason` and `all`.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+#[schema(min_properties = 3, max_properties = 3)]
 pub(in crate::http) struct UnresolvedChange {
     /// These.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "given")]
+    #[schema(nullable = false, value_type = Option<Vec<OrderIdText>>, min_items = 1, max_items = 1000)]
     pub ids: Option<Vec<String>>,
     /// All that are unresolved for this reason.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "given")]
+    #[schema(nullable = false, value_type = Option<PlainText>)]
     pub reason: Option<String>,
-    /// `true`: all of them.
-    #[serde(default)]
+    /// All of them.
+    #[serde(default, deserialize_with = "yes")]
+    #[schema(value_type = Yes)]
     pub all: bool,
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     pub who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     pub why: String,
 }
 
@@ -109,11 +116,6 @@ pub(in crate::http) struct AskedAgain {
 #[utoipa::path(post, path = "/unresolved/retry", tag = "unresolved orders", operation_id = "retry_unresolved",
     request_body = UnresolvedChange, security(("token" = [])), responses(
     (status = 200, body = AskedAgain),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
 ))]
 pub(super) async fn retry(
     WithToken(shared): WithToken,
@@ -127,15 +129,19 @@ pub(super) async fn retry(
 #[serde(deny_unknown_fields)]
 pub(super) struct UnresolvedDecision {
     /// The order.
+    #[schema(value_type = OrderIdText)]
     id: String,
     /// What was found out at its provider.
     r#as: UnresolvedEnd,
     /// With `paid`: the attempt that was paid, if there are several.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "given")]
+    #[schema(nullable = false, value_type = Option<PlainText>)]
     reference: Option<String>,
     /// The operator's name, for the record.
+    #[schema(value_type = NameOrReason)]
     who: String,
     /// Why, for the record.
+    #[schema(value_type = NameOrReason)]
     why: String,
 }
 
@@ -153,11 +159,7 @@ pub(super) enum UnresolvedEnd {
 #[utoipa::path(post, path = "/unresolved/settle", tag = "unresolved orders", operation_id = "settle_unresolved",
     request_body = UnresolvedDecision, security(("token" = [])), responses(
     (status = 204),
-    (status = 400, body = Problem, content_type = "application/problem+json"),
-    (status = 401, body = Problem, content_type = "application/problem+json"),
-    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
-    (status = 429, body = Problem, content_type = "application/problem+json"),
-    (status = 503, body = Problem, content_type = "application/problem+json"),
+    (status = 409, body = Problem, content_type = "application/problem+json", description = "it cannot end so: why"),
 ))]
 pub(super) async fn settle(
     WithToken(shared): WithToken,
@@ -165,14 +167,15 @@ pub(super) async fn settle(
 ) -> Result<StatusCode, Problem> {
     let operator = operator(&asked.who, &asked.why)?;
     let id = OrderId::new(&asked.id).map_err(|fault| Problem::bad_request(format!("id: {fault}")))?;
+    let reference = asked.reference.as_deref().map(|text| plain("reference", text));
     let decision = match asked.r#as {
         UnresolvedEnd::Closed => Decision::Closed,
-        UnresolvedEnd::Paid => Decision::Paid { reference: asked.reference.as_deref() },
+        UnresolvedEnd::Paid => Decision::Paid { reference: reference.transpose()? },
     };
     unresolved::decide(&shared.sources().await?.database, &id, decision, &operator).await.map_err(
         |error| match error {
             DecisionError::Unavailable(error) => error.into(),
-            other => Problem::bad_request(other.to_string()),
+            other => Problem::new(StatusCode::CONFLICT, other.to_string()),
         },
     )?;
     let Operator { who, why, run } = &operator;
@@ -185,9 +188,10 @@ pub(in crate::http) async fn ask_again(shared: &Shared, change: UnresolvedChange
     let operator = operator(&change.who, &change.why)?;
     let ids = change.ids.iter().flatten().map(OrderId::new).collect::<Result<Vec<_>, _>>();
     let ids = ids.map_err(|fault| Problem::bad_request(format!("ids: {fault}")))?;
-    let which = match (&change.ids, &change.reason, change.all) {
-        (Some(_), None, false) if !ids.is_empty() => Which::Orders(&ids),
-        (None, Some(reason), false) => Which::All { reason: Some(reason) },
+    let ids = change.ids.is_some().then(|| not_too_many(ids)).transpose()?;
+    let which = match (&ids, &change.reason, change.all) {
+        (Some(ids), None, false) => Which::Orders(ids),
+        (None, Some(reason), false) => Which::All { reason: Some(plain("reason", reason)?) },
         (None, None, true) => Which::All { reason: None },
         _ => return Err(Problem::bad_request("give exactly one of ids, reason and all")),
     };

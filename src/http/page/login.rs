@@ -1,18 +1,18 @@
 //! Logging in with the token, and out again.
 //!
-//! A login is a cookie that only this site sends back; wrong tokens are limited by address.
+//! A login is a cookie that only this site sends back.
 
 use std::sync::Arc;
 
 use axum::Extension;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::http::header::{RETRY_AFTER, SET_COOKIE};
+use axum::http::header::SET_COOKIE;
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Redirect, Response};
 use maud::{Markup, html};
 use serde::Deserialize;
-use tracing::{info, warn};
+use tracing::info;
 
 use super::super::Peer;
 use super::super::api::Problem;
@@ -72,7 +72,6 @@ pub(super) async fn begin(
     Filled(Given { who, token, to }): Filled<Given>,
 ) -> Response {
     if let Err(denied) = check(&shared, &token, peer.ip()) {
-        warn!(%peer, "a login over HTTP was refused: {denied}");
         return refused(&visitor, page_at(&to), denied);
     }
     let who = match name_or_reason(&who) {
@@ -102,14 +101,9 @@ fn refused(visitor: &Visitor, to: &str, denied: Denied) -> Response {
     let (status, fault) = match denied {
         Denied::ReadOnly => (StatusCode::FORBIDDEN, denied.to_string()),
         Denied::WrongToken => (StatusCode::UNAUTHORIZED, "the token is wrong".to_owned()),
-        Denied::TooManyTries(_) => (StatusCode::TOO_MANY_REQUESTS, denied.to_string()),
     };
     let page = Layout::new("Log in", visitor).render(form(visitor, to, Some(&fault)));
-    let mut response = (status, page).into_response();
-    if let Denied::TooManyTries(wait) = denied {
-        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs() + 1));
-    }
-    response
+    (status, page).into_response()
 }
 
 pub(super) async fn end(State(shared): State<Arc<Shared>>, _: FromOwnForm, headers: HeaderMap) -> Response {

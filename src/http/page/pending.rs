@@ -40,7 +40,7 @@ async fn read(
 ) -> Result<(Pending, Kind, Option<String>), Problem> {
     let Query(asked) = asked?;
     let (kind, text) = (asked.kind.clone(), asked.text.clone());
-    let query = asked.query()?;
+    let query = asked.without_empty().query()?;
     let page = pending(shared.sources().await?.orders(&kind).await?, &query).await?;
     Ok((page, kind, text))
 }

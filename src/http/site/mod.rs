@@ -3,7 +3,7 @@
 //! `sources.rs` connects when the first request needs it; `overview_feed.rs` reads for all open pages together.
 
 mod auth;
-mod limiter;
+mod hosts;
 mod overview_feed;
 mod secret;
 mod security;
@@ -24,7 +24,6 @@ use crate::give_way::GiveWay;
 use crate::observe::served_kinds::ServedKinds;
 use crate::postgres::DatabaseError;
 pub(super) use auth::{Denied, authorize, check};
-use limiter::Limiter;
 pub(super) use overview_feed::{OverviewFeed, View};
 use secret::Token;
 pub use secret::TokenError;
@@ -48,7 +47,6 @@ pub(super) struct Shared {
     /// What is recorded of the kinds that this worker serves.
     pub served: ServedKinds,
     pub sessions: Sessions,
-    pub limiter: Limiter,
     token: Option<Token>,
     sources: Arc<LazySources>,
     pub feed: OverviewFeed,
@@ -81,7 +79,6 @@ impl Site {
             pages,
             served,
             sessions: Sessions::default(),
-            limiter: Limiter::default(),
             token,
             sources,
             feed,
@@ -91,8 +88,8 @@ impl Site {
     }
 
     pub(super) fn router(self) -> Router {
-        let api = api::router().layer(middleware::from_fn(mark_api));
-        let page = page::router().layer(middleware::from_fn(mark_page));
+        let api = api::router().layer(middleware::from_fn_with_state(self.0.clone(), mark_api));
+        let page = page::router().layer(middleware::from_fn_with_state(self.0.clone(), mark_page));
         api.merge(page).with_state(self.0)
     }
 }

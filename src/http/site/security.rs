@@ -1,4 +1,5 @@
-//! The headers of every answer of the API and the page, and whether a request for a change is from the page itself.
+//! The headers of every answer of the API and the page, which names they are served under, and whether a request for a
+//! change is from the page itself.
 //!
 //! Adds and reads headers only.
 
@@ -6,16 +7,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Extension;
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::header::{
     CACHE_CONTROL, CONTENT_SECURITY_POLICY, HOST, HeaderName, ORIGIN, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
     X_FRAME_OPTIONS,
 };
-use axum::http::{HeaderMap, HeaderValue};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::middleware::Next;
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 
 use super::super::Attended;
+use super::super::api::Problem;
+use super::{Shared, hosts};
 
 /// A page may wait for a connection and several statements.
 const LONGEST_ANSWER: Duration = Duration::from_secs(30);
@@ -28,17 +31,36 @@ const API_POLICY: &str = "default-src 'none'; frame-ancestors 'none'";
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
 
-pub(in crate::http) async fn mark_page(attended: Extension<Arc<Attended>>, request: Request, next: Next) -> Response {
-    marked(POLICY, attended, request, next).await
+pub(in crate::http) async fn mark_page(
+    State(shared): State<Arc<Shared>>,
+    attended: Extension<Arc<Attended>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    marked(&shared, POLICY, attended, request, next).await
 }
 
-pub(in crate::http) async fn mark_api(attended: Extension<Arc<Attended>>, request: Request, next: Next) -> Response {
-    marked(API_POLICY, attended, request, next).await
+pub(in crate::http) async fn mark_api(
+    State(shared): State<Arc<Shared>>,
+    attended: Extension<Arc<Attended>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    marked(&shared, API_POLICY, attended, request, next).await
 }
 
-async fn marked(policy: &'static str, attended: Extension<Arc<Attended>>, request: Request, next: Next) -> Response {
+async fn marked(
+    shared: &Shared,
+    policy: &'static str,
+    attended: Extension<Arc<Attended>>,
+    request: Request,
+    next: Next,
+) -> Response {
     attended.extend(LONGEST_ANSWER);
-    let mut response = next.run(request).await;
+    let mut response = match hosts::check(&shared.settings.http, request.uri(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(why) => Problem::new(StatusCode::MISDIRECTED_REQUEST, why.to_string()).into_response(),
+    };
     for (name, value) in [
         (CONTENT_SECURITY_POLICY, policy),
         (X_CONTENT_TYPE_OPTIONS, "nosniff"),
