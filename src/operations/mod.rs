@@ -22,6 +22,7 @@ pub mod pause_closing;
 pub mod pending;
 pub mod preview;
 pub mod prune_slots;
+pub mod recent_closes;
 pub mod reminders;
 pub mod show;
 pub mod status;

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::late_payments::{OpenLateMoney, open_by_currency};
 use super::orders_table::{OrdersTable, Unknown};
+use super::recent_closes::{RecentClose, recent_closes};
 use super::status::{
     Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, paused, workers,
 };
@@ -49,6 +50,9 @@ pub struct Overview {
     /// Orders that a payment provider's answers could not decide, by reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unresolved: Option<Vec<UnresolvedForReason>>,
+    /// The orders that were closed last, by whichever worker.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recently_closed: Option<Vec<RecentClose>>,
     /// Registered workers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<Vec<RegisteredWorker>>,
@@ -102,6 +106,8 @@ pub async fn overview(
     let at_providers = known("at providers", at_providers, &mut not_known);
     let unresolved = unresolved::count_by_reason(database).await.map_err(|error| one_line(&error));
     let unresolved = known("unresolved", unresolved, &mut not_known);
+    let recently_closed = recent_closes(database).await.map_err(|error| one_line(&error));
+    let recently_closed = known("recently closed", recently_closed, &mut not_known);
     let workers = known("workers", workers(database).await, &mut not_known);
     Ok(Overview {
         at: write_rfc3339(now),
@@ -113,6 +119,7 @@ pub async fn overview(
         late_money,
         at_providers,
         unresolved,
+        recently_closed,
         workers,
         not_known,
     })
@@ -147,6 +154,15 @@ impl Overview {
         all.fold((0, 0.0), |(orders, oldest_s), at| (orders + at.without_answer, at.oldest_s.max(oldest_s)))
     }
 
+    /// What waits for a person, as far as that is known.
+    #[must_use]
+    pub fn waiting(&self) -> Waiting {
+        let late_money = self.late_money.iter().flatten().map(|open| open.payments).sum();
+        let unresolved = self.unresolved.iter().flatten().map(|of| of.orders).sum();
+        let parked = self.parked.iter().flatten().map(|of| of.alarms).sum();
+        Waiting { parked, late_money, unresolved, pauses: self.pauses().len() as u64 }
+    }
+
     /// What is overdue of all kinds together; `None` if it is not known of any.
     #[must_use]
     pub fn overdue(&self) -> Option<Overdue> {
@@ -163,12 +179,26 @@ impl Overview {
     }
 }
 
+/// How much waits for a person.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Waiting {
+    /// Parked alarms.
+    pub parked: u64,
+    /// Payments that paid for nothing and are not settled.
+    pub late_money: u64,
+    /// Orders that a payment provider's answers could not decide.
+    pub unresolved: u64,
+    /// Pauses of closing that last.
+    pub pauses: u64,
+}
+
 /// Whether orders are closed on time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     /// They are.
     OnTime,
-    /// They are, and something is wrong. Or they are not because a payment provider does not answer.
+    /// They are, and something is wrong, or alarms or orders wait for a person. Or they are not because a payment provider
+    /// does not answer.
     Degraded(Vec<Problem>),
     /// Closing is paused, of one kind or of all: each pause, and what is wrong besides.
     Paused(Vec<Problem>),
@@ -202,7 +232,8 @@ pub fn verdict(overview: Result<&Overview, &str>, problems: &[Problem]) -> Verdi
     if let Some(why) = overview.kinds.iter().find_map(unknown) {
         return Verdict::Unknown(why);
     }
-    if problems.is_empty() && overview.without_answer().0 == 0 {
+    let Waiting { parked, unresolved, .. } = overview.waiting();
+    if problems.is_empty() && overview.without_answer().0 == 0 && parked == 0 && unresolved == 0 {
         Verdict::OnTime
     } else {
         Verdict::Degraded(problems.to_vec())
@@ -230,6 +261,7 @@ mod tests {
             late_money: None,
             at_providers: None,
             unresolved: None,
+            recently_closed: None,
             workers: Some(Vec::new()),
             not_known: Vec::new(),
         }
@@ -247,6 +279,12 @@ mod tests {
         let at = WaitingAtProvider { provider: "card".into(), orders: 3, without_answer: 2, oldest_s: 9.0 };
         let waiting = Overview { at_providers: Some(vec![at]), ..overview(None) };
         assert_eq!(verdict(Ok(&waiting), &[]), Verdict::Degraded(Vec::new()));
+        let of_reason = ParkedForReason { reason: "close_failed".into(), alarms: 8, oldest_s: 9.0 };
+        let parked = Overview { parked: Some(vec![of_reason]), ..overview(None) };
+        assert_eq!(verdict(Ok(&parked), &[]), Verdict::Degraded(Vec::new()));
+        let of_reason = UnresolvedForReason { reason: "refunded".into(), orders: 1, oldest_s: 9.0 };
+        let unresolved = Overview { unresolved: Some(vec![of_reason]), ..overview(None) };
+        assert_eq!(verdict(Ok(&unresolved), &[]), Verdict::Degraded(Vec::new()));
     }
 
     #[test]

@@ -65,6 +65,11 @@ fn is_on_path(program: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
+/// Whether the tests write the pictures in `docs/images`.
+pub fn are_pictures_wanted() -> bool {
+    std::env::var_os("ORDER_TIMEOUT_SCREENSHOTS").is_some()
+}
+
 /// Whether this machine has a browser; reports the test as skipped if not.
 pub fn is_installed(test: &str) -> bool {
     let missing = ["chromium", "chromedriver"].into_iter().find(|program| !is_on_path(program));
@@ -218,16 +223,21 @@ impl Browser {
         errors.map(|entry| entry.message).collect()
     }
 
-    /// Writes a picture of the whole page into `docs/images`, if `ORDER_TIMEOUT_SCREENSHOTS` is set.
+    /// Writes a picture of the whole page into `docs/images`, if [`are_pictures_wanted`].
     pub async fn picture(&self, name: &str) {
-        if std::env::var_os("ORDER_TIMEOUT_SCREENSHOTS").is_none() {
+        self.picture_of_top(&format!("page-{name}"), u32::MAX).await;
+    }
+
+    /// The same of so many pixels from its top at most.
+    pub async fn picture_of_top(&self, file: &str, height: u32) {
+        if !are_pictures_wanted() {
             return;
         }
         let size = self.run("return [window.innerWidth, document.documentElement.scrollHeight];", Vec::new()).await;
         let side = |at: usize| u32::try_from(size[at].as_u64().unwrap()).unwrap();
         let is_phone = side(0) == PHONE.0;
-        self.resize((side(0), side(1)), is_phone).await;
-        self.window.screenshot(&repository().join(format!("docs/images/page-{name}.png"))).await.unwrap();
+        self.resize((side(0), side(1).min(height)), is_phone).await;
+        self.window.screenshot(&repository().join(format!("docs/images/{file}.png"))).await.unwrap();
         self.resize(if is_phone { PHONE } else { DESKTOP }, is_phone).await;
     }
 

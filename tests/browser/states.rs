@@ -11,6 +11,7 @@ use order_timeout_testkit::page::TOKEN;
 use serde_json::json;
 use thirtyfour::common::keys::Key;
 
+use crate::browser;
 use crate::{MINUTE, ON_TIME, Opened, SECOND, Server, fill, log_in, page_test, park, write_alarms};
 
 #[test]
@@ -21,8 +22,13 @@ fn idle_page_is_calm_and_accessible() {
         write_alarms(&env).await;
         browser.wait_for_text("#due-order", "2,100").await;
         browser.wait_for_text("#late", "40 orders").await;
+        browser.wait_for_text("#late", "by all workers").await;
+        browser.wait_for_text("#late", " s ago").await;
         browser.assert_accessible().await;
-        browser.picture("overview").await;
+        if browser::are_pictures_wanted() {
+            close_for_minutes(&env, 8).await;
+        }
+        browser.picture_of_top("page", 1_400).await;
         browser.be_dark(true).await;
         let ground = "return getComputedStyle(document.body).backgroundColor;";
         assert_eq!(browser.run(ground, Vec::new()).await, json!("rgb(15, 19, 24)"));
@@ -39,6 +45,16 @@ fn idle_page_is_calm_and_accessible() {
         assert!(errors.iter().all(|error| error.contains("404")), "{errors:?}");
         worker.stop().await;
     });
+}
+
+/// So that the plots have something to show: some orders each second, most in the middle.
+async fn close_for_minutes(env: &TestEnv, minutes: u64) {
+    for second in 0..60 * minutes {
+        let orders = 1 + usize::try_from(second * (60 * minutes - second) / 3_000).expect("a small number");
+        env.orders(orders, SECOND).await;
+        write_alarms(env).await;
+        tokio::time::sleep(SECOND).await;
+    }
 }
 
 #[test]
@@ -94,7 +110,7 @@ fn missing_database_is_named() {
             // In the order in which they were before.
             let ids = "return [...document.querySelectorAll('#live > section')].map(section => section.id).join(' ');";
             let shown = async || browser.run(ids, Vec::new()).await;
-            let whole = "verdict paused due-order late parked late-money unresolved workers facts";
+            let whole = "verdict due-order late paused parked unresolved late-money workers facts";
             order_timeout_testkit::wait_for("every section", async || shown().await == json!(whole)).await;
             browser.assert_not_loaded_again().await;
             worker.stop().await;
@@ -109,6 +125,14 @@ fn parked_alarms_are_retried_by_form() {
         park(&env, "close_failed", &order.id.to_string(), &order.body()).await;
         park(&env, "unreadable", "17", b"{").await;
         browser.wait_for_text("#parked", "close_failed").await;
+        browser.wait_for_text("#verdict", "2 parked alarms").await;
+        browser.wait_for_text("#pages", "Parked alarms 2").await;
+        let place =
+            "return [...document.querySelectorAll('#live > section')].slice(0, 3).map(one => one.id).join(' ');";
+        assert_eq!(browser.run(place, Vec::new()).await, json!("verdict parked due-order"));
+        browser.assert_not_loaded_again().await;
+        browser.assert_accessible().await;
+        browser.picture_of_top("page-waiting", 700).await;
         browser.click("#parked a[href='/parked?reason=close_failed']").await;
         browser.wait_for_text("main", "a trigger refuses it").await;
         log_in(&browser, "night shift").await;

@@ -66,6 +66,35 @@ fn overview_tells_whether_orders_close() {
 }
 
 #[test]
+fn what_waits_is_counted_on_every_page() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(Duration::ZERO).await;
+        let link = format!("href=\"/orders/{}\"", order.id);
+        wait_for("the last closes", async || get(&worker, "/").await.body.contains(&link)).await;
+        let closed = get(&worker, "/").await.body;
+        for part in ["by all workers", " s ago", "Orders are closed on time.", "more worker", "process "] {
+            assert_eq!(closed.contains(part), part != "more worker", "{part}: {closed}");
+        }
+        for number in 0..8 {
+            park(&env, "close_failed", &number.to_string(), b"{").await;
+        }
+        let verdict = "Orders are closed on time, but something waits for a person.";
+        wait_for("the verdict", async || get(&worker, "/").await.body.contains(verdict)).await;
+        let first = get(&worker, "/").await.body;
+        let place = |id: &str| first.find(&format!("id=\"{id}\"")).unwrap_or_else(|| panic!("no {id}: {first}"));
+        assert!(place("verdict") < place("parked") && place("parked") < place("due-order"), "above the plots");
+        assert!(place("late") < place("late-money"), "nothing waits there");
+        for path in ["/", "/pending", "/parked", "/pauses", "/orders/17", "/login"] {
+            let page = get(&worker, path).await.body;
+            assert!(page.contains("Parked alarms <span class=\"count\">8</span>"), "{path}: {page}");
+            assert!(!page.contains("Late money <span"), "{path}: {page}");
+        }
+        worker.stop().await;
+    });
+}
+
+#[test]
 fn overview_is_shown_without_database() {
     TestEnv::builder().settings(with_page(None)).run(async |env| {
         let to_database = Proxy::before(&env.settings.database.url).await;

@@ -168,6 +168,7 @@ fn sqlx_stays_in_its_modules() {
         "operations/orders_table/due.rs",
         "operations/overview.rs",
         "operations/parked.rs",
+        "operations/recent_closes.rs",
         "operations/reminders.rs",
         "operations/show.rs",
         "operations/status.rs",

@@ -17,7 +17,7 @@ use super::super::site::Shared;
 use super::changes::{Fields, Filled, Permitted, answer, asked, choice, form, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor, order_path};
-use super::words::{count, money, shown, time};
+use super::words::{count, money, shown, since};
 use crate::operations::late_payments::{self, LatePage, LatePayment};
 use crate::operations::orders_table::due::Money;
 
@@ -71,12 +71,12 @@ fn contents(asked: &Asked, payments: &[LatePayment], visitor: &Visitor) -> Marku
         @if payments.is_empty() {
             p { "None." }
         } @else if visitor.session.is_some() {
-            (form(&table(payments, true), &html! {
+            (form(&table(payments, true, &visitor.at), &html! {
                 button formaction="/late/refund-due" { "To be given back" }
                 button formaction="/late/reopen" { "Reopen the orders" }
             }))
         } @else {
-            (table(payments, false))
+            (table(payments, false, &visitor.at))
             (how_to_change(visitor, "/late", "settle them", "order-timeout late settle"))
         }
         @if let Some(last) = payments.last().filter(|_| is_full) {
@@ -97,7 +97,7 @@ fn result(asked: &Asked) -> Markup {
     }
 }
 
-fn table(payments: &[LatePayment], is_choosable: bool) -> Markup {
+fn table(payments: &[LatePayment], is_choosable: bool, now: &str) -> Markup {
     html! {
         div.scroll tabindex="0" role="region" aria-label="Late money" {
             table.cards {
@@ -106,18 +106,18 @@ fn table(payments: &[LatePayment], is_choosable: bool) -> Markup {
                     th scope="col" { "recorded" } th scope="col" { "order" } th.number scope="col" { "amount" }
                     th scope="col" { "reason" } th scope="col" { "payment" }
                 } }
-                tbody { @for payment in payments { (row(payment, is_choosable)) } }
+                tbody { @for payment in payments { (row(payment, is_choosable, now)) } }
             }
         }
     }
 }
 
-fn row(payment: &LatePayment, is_choosable: bool) -> Markup {
+fn row(payment: &LatePayment, is_choosable: bool, now: &str) -> Markup {
     let amount = Money { currency: payment.currency.clone(), amount_minor: payment.amount_minor };
     html! {
         tr {
             @if is_choosable { (choice(payment.id, "payment")) }
-            td data-name="recorded" { (time(&payment.recorded_at)) }
+            td data-name="recorded" { (since(&payment.recorded_at, now)) }
             td data-name="order" { a href=(order_path(&Kind::ORDER, &payment.order_id)) { code { (shown(&payment.order_id)) } } }
             td.number data-name="amount" { (money(&amount)) }
             td data-name="reason" { (shown(&payment.reason)) }

@@ -15,7 +15,8 @@ use order_timeout_core::kind::Kind;
 use url::form_urlencoded::byte_serialize;
 
 use super::super::site::{COOKIE, Session, Shared};
-use super::words::shown;
+use super::words::{number, shown};
+use crate::operations::overview::Waiting;
 
 /// The pages that have no parameter, and their titles.
 const PAGES: [(&str, &str); 6] = [
@@ -52,6 +53,10 @@ pub(super) struct Visitor {
     pub session: Option<Session>,
     /// The kinds whose orders can be looked at.
     pub kinds: Vec<Kind>,
+    /// For the tabs.
+    pub waiting: Waiting,
+    /// The database's time, RFC 3339; empty where it is not known soon.
+    pub at: String,
 }
 
 impl FromRequestParts<Arc<Shared>> for Visitor {
@@ -59,7 +64,8 @@ impl FromRequestParts<Arc<Shared>> for Visitor {
 
     async fn from_request_parts(parts: &mut Parts, shared: &Arc<Shared>) -> Result<Self, Infallible> {
         let session = session_key(&parts.headers).and_then(|key| shared.sessions.find(key, shared.now()));
-        Ok(Self { is_writable: shared.is_writable(), session, kinds: shared.kinds().to_vec() })
+        let (kinds, (waiting, at)) = (shared.kinds().to_vec(), shared.feed.waiting().await);
+        Ok(Self { is_writable: shared.is_writable(), session, kinds, waiting, at })
     }
 }
 
@@ -117,15 +123,7 @@ impl<'a> Layout<'a> {
 
     fn navigation(&self) -> Markup {
         html! {
-            nav aria-label="Pages" {
-                ul {
-                    @for (href, name) in PAGES {
-                        li {
-                            a href=(href) aria-current=[(name == self.title).then_some("page")] { (name) }
-                        }
-                    }
-                }
-            }
+            (tabs(self.title, &self.visitor.waiting))
             search {
                 form action="/orders" method="get" {
                     label for="find" { "Order" }
@@ -157,6 +155,30 @@ impl<'a> Layout<'a> {
     }
 }
 
+/// The pages, each with how much waits for a person there.
+pub(super) fn tabs(title: &str, waiting: &Waiting) -> Markup {
+    let count = |href| match href {
+        "/parked" => waiting.parked,
+        "/late" => waiting.late_money,
+        "/unresolved" => waiting.unresolved,
+        "/pauses" => waiting.pauses,
+        _ => 0,
+    };
+    html! {
+        nav #pages aria-label="Pages" {
+            ul {
+                @for (href, name) in PAGES {
+                    li {
+                        a href=(href) aria-current=[(name == title).then_some("page")] {
+                            (name) @if count(href) > 0 { " " span.count { (number(count(href))) } }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// The choice of a kind in a form; nothing where there is only one.
 pub(super) fn kind_choice(kinds: &[Kind], chosen: Option<&Kind>) -> Markup {
     html! {
@@ -184,6 +206,13 @@ mod tests {
     fn order_paths_name_other_kinds() {
         assert_eq!(order_path(&Kind::ORDER, "a b/7"), "/orders/a%20b%2F7");
         assert_eq!(order_path(&Kind::new("seat").unwrap(), "7"), "/orders/7?kind=seat");
+    }
+
+    #[test]
+    fn tabs_count_what_waits() {
+        let tabs = |parked| tabs("Pauses", &Waiting { parked, ..Waiting::default() }).into_string();
+        assert!(tabs(1_200).contains("href=\"/parked\">Parked alarms <span class=\"count\">1,200</span></a>"));
+        assert!(!tabs(0).contains("count") && tabs(0).contains("aria-current=\"page\">Pauses<"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Server-sent events: the first page's sections, whenever they were read anew.
+//! Server-sent events: the first page's sections and tabs, whenever they were read anew.
 //!
 //! Bounded in number and in time; a browser that was cut off comes back by itself.
 
@@ -17,7 +17,9 @@ use tokio::sync::{OwnedSemaphorePermit, watch};
 use super::super::Attended;
 use super::super::api::Problem;
 use super::super::site::{Shared, View};
+use super::layout::tabs;
 use super::overview::rendered;
+use crate::operations::overview::Overview;
 
 /// Then the browser connects again; a dead one does not.
 const LONGEST_STREAM: Duration = Duration::from_secs(600);
@@ -51,7 +53,9 @@ async fn next(mut following: Following) -> Option<(Result<Event, Infallible>, Fo
     let event = match tokio::time::timeout(TURN, following.views.changed()).await {
         Ok(Ok(())) => {
             let view = following.views.borrow_and_update().clone();
-            Event::default().event("sections").data(rendered(&following.shared, view.as_deref()))
+            let overview = view.as_ref().and_then(|view| view.overview.as_ref().ok());
+            let tabs = tabs("Overview", &overview.map(Overview::waiting).unwrap_or_default()).into_string();
+            Event::default().event("sections").data(rendered(&following.shared, view.as_deref()).to_string() + &tabs)
         }
         Ok(Err(_)) => return None,
         Err(_) => Event::default().comment("still here"),

@@ -20,7 +20,7 @@ use super::failed;
 use super::layout::{Layout, Visitor, kind_choice, order_path};
 use super::overview::not_known;
 use super::pending::pending_with;
-use super::words::{capitalised, shown, time, with_code};
+use super::words::{capitalised, precise, shown, with_code};
 use crate::operations::explain::{Explanation, Moment, explain};
 use crate::postgres::one_line;
 
@@ -103,13 +103,13 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
 }
 
 fn now(at: &str) -> Markup {
-    html! { li.now { (time(at)) " " span { "now" } } }
+    html! { li.now { (precise(at)) " " span { "now" } } }
 }
 
 fn line(moment: &Moment) -> Markup {
     html! {
         li {
-            (time(&moment.at)) " "
+            (precise(&moment.at)) " "
             span.what { (shown(&moment.what)) } " "
             span.source title="the table that says so" { (moment.source.table()) }
         }

@@ -8,18 +8,21 @@ use std::time::Instant;
 use axum::extract::State;
 use maud::{Markup, PreEscaped, html};
 use order_timeout_amqp::connect;
+use order_timeout_core::kind::Kind;
 
 use super::super::site::{Shared, View};
-use super::layout::{Layout, Visitor};
+use super::layout::{Layout, Visitor, order_path};
 use super::pending::pending_between;
 use super::plots;
-use super::words::{age, capitalised, count, lateness, moment, money, number, shown, with_code};
+use super::words::{age, capitalised, count, lateness, money, number, shown, time, when, with_code};
 use super::{due, kinds, pauses, providers, reminders, unresolved};
 use crate::observe::degraded::{Cause, Problem};
+use crate::observe::inspect::registration;
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
-use crate::operations::overview::{Overview, Verdict, verdict};
+use crate::operations::overview::{Overview, Verdict, Waiting, verdict};
+use crate::operations::recent_closes::RecentClose;
 use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker};
 use crate::postgres;
 
@@ -46,7 +49,7 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
     let now = Instant::now();
     html! {
         (verdict_section(&verdict(read, &problems), read.ok(), &problems))
-        @if let Ok(overview) = read { (pauses::section(overview.paused.as_deref())) }
+        @if let Ok(overview) = read { @for section in of_people(overview, true) { (section) } }
         @if shared.kinds().len() > 1 { (kinds::section(shared, view, now)) }
         // An older forecast beside a database that does not answer would look like the present.
         @for kind in shared.kinds().iter().filter(|_| read.is_ok()) {
@@ -58,17 +61,29 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
                 &reminders::part(kind, &shared.settings.reminders_of(kind), view),
             ))
         }
-        (late_section(&shared.served.last_hour(None, now)))
+        (late_section(&shared.served.last_hour(None, now), read.ok()))
         @if let Ok(overview) = read {
-            (parked_section(overview.parked.as_deref()))
-            (late_money_section(overview.late_money.as_deref()))
             (providers::section(overview.at_providers.as_deref()))
-            (unresolved::section(overview.unresolved.as_deref()))
+            @for section in of_people(overview, false) { (section) }
             (workers_section(overview, shared.kinds().len() > 1))
         }
         (facts_section(shared, read.ok()))
         @if let Ok(overview) = read { (not_known_section(&overview.not_known)) }
     }
+}
+
+/// The sections about what waits for a person: above the charts where something does, and below them otherwise.
+fn of_people(overview: &Overview, is_waiting: bool) -> Vec<Markup> {
+    let waiting = overview.waiting();
+    [
+        (waiting.pauses, pauses::section(overview.paused.as_deref(), &overview.at)),
+        (waiting.parked, parked_section(overview.parked.as_deref())),
+        (waiting.unresolved, unresolved::section(overview.unresolved.as_deref())),
+        (waiting.late_money, late_money_section(overview.late_money.as_deref())),
+    ]
+    .into_iter()
+    .filter_map(|(count, section)| ((count > 0) == is_waiting).then_some(section))
+    .collect()
 }
 
 /// What `/readyz` says, but for pauses: those of all kinds are read from the database.
@@ -94,6 +109,7 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[P
         section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
             h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
             @if !reasons.is_empty() { ul { @for problem in reasons { (reason(problem)) } } }
+            @if let Some(overview) = overview { (waiting_links(&overview.waiting())) }
             @if let (Verdict::Paused(_) | Verdict::Late(_), Some(overview)) = (verdict, overview) { (overdue_links(overview)) }
             @if let Verdict::Unknown(why) = verdict {
                 p { (shown(why)) }
@@ -102,6 +118,18 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[P
                 @let others: Vec<_> = problems.iter().filter(|problem| problem.cause != Cause::Database).collect();
                 @if !others.is_empty() { ul { @for problem in others { (reason(problem)) } } }
             }
+        }
+    }
+}
+
+/// Links to what waits for a person and is not said by the pauses among the reasons.
+fn waiting_links(waiting: &Waiting) -> Markup {
+    html! {
+        @for (number, noun, page, what) in [
+            (waiting.parked, "parked alarm", "/parked", "which could not be handled"),
+            (waiting.unresolved, "unresolved order", "/unresolved", "which a payment provider's answers could not decide"),
+        ] {
+            @if number > 0 { p { a href=(page) { (count(number, noun)) } ", " (what) "." } }
         }
     }
 }
@@ -124,8 +152,9 @@ fn overdue_links(overview: &Overview) -> Markup {
 fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
     match verdict {
         Verdict::OnTime => "Orders are closed on time.".to_owned(),
-        Verdict::Degraded(_) => match overview.map(Overview::without_answer) {
+        Verdict::Degraded(reasons) => match overview.map(Overview::without_answer) {
             Some((orders @ 1.., oldest_s)) => providers::sentence(orders, oldest_s),
+            _ if reasons.is_empty() => "Orders are closed on time, but something waits for a person.".to_owned(),
             _ => "Orders are closed on time, but something needs attention.".to_owned(),
         },
         Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
@@ -165,11 +194,12 @@ fn paused_sentence(overview: Option<&Overview>) -> String {
     }
 }
 
-fn late_section(minutes: &[ClosedMinute]) -> Markup {
+fn late_section(minutes: &[ClosedMinute], overview: Option<&Overview>) -> Markup {
     let closed: u64 = minutes.iter().map(ClosedMinute::closed).sum();
     html! {
         section #late {
             h2 { "Closed in the last hour by this worker" }
+            p.note { (whose_hour(overview)) }
             @if minutes.is_empty() {
                 p { "Nothing. A worker that has just started has not closed anything yet." }
             } @else {
@@ -178,6 +208,52 @@ fn late_section(minutes: &[ClosedMinute]) -> Markup {
                 details #late-table {
                     summary { "The same as a table" }
                     (late_table(minutes))
+                }
+            }
+            @if let Some(overview) = overview { (recent_table(overview)) }
+        }
+    }
+}
+
+/// Which worker shows its hour, and how many others have one.
+fn whose_hour(overview: Option<&Overview>) -> String {
+    let (host, pid) = (registration::host(), std::process::id());
+    let live = overview.and_then(|overview| overview.workers.as_ref());
+    let live = live.map_or(0, |workers| workers.iter().filter(|worker| worker.is_live).count());
+    let others = match live.saturating_sub(1) {
+        0 => String::new(),
+        others => {
+            format!(" {} in this database; what they closed is on their pages.", count(others as u64, "more worker"))
+        }
+    };
+    format!("{}, process {pid}.{others}", shown(&host))
+}
+
+/// Of all workers.
+fn recent_table(overview: &Overview) -> Markup {
+    let by = |word: &str| match word {
+        "alarm" => "its alarm",
+        "look_ahead" => "reading ahead",
+        "sweep" => "the sweep",
+        _ => "hand",
+    };
+    let closes = overview.recently_closed.as_deref().unwrap_or_default();
+    let row = |close: &RecentClose| {
+        let kind = Kind::new(&close.kind).unwrap_or(Kind::ORDER);
+        html! { tr {
+            td data-name="closed" { (when(&close.closed_at, &overview.at)) }
+            td data-name="order" { a href=(order_path(&kind, &close.order_id)) { code { (shown(&close.order_id)) } } }
+            td.number data-name="late" { (close.late_ms.map_or_else(|| "–".to_owned(), lateness)) }
+            td data-name="by" { (close.closed_by.as_deref().map_or("–", by)) }
+        } }
+    };
+    html! {
+        @if !closes.is_empty() {
+            h3 { "The last orders that were closed, by all workers" }
+            div.scroll tabindex="0" role="region" aria-label="The last orders that were closed" {
+                table.cards {
+                    thead { tr { th scope="col" { "closed" } th scope="col" { "order" } th.number scope="col" { "late" } th scope="col" { "by" } } }
+                    tbody { @for close in closes { (row(close)) } }
                 }
             }
         }
@@ -266,7 +342,7 @@ fn workers_section(overview: &Overview, names_kinds: bool) -> Markup {
                         thead { tr { th scope="col" { "host" } th.number scope="col" { "pid" } th scope="col" { "version" }
                             @if names_kinds { th scope="col" { "kinds" } }
                             th scope="col" { "since" } th scope="col" { "seen" } } }
-                        tbody { @for worker in workers { (worker_row(worker, names_kinds)) } }
+                        tbody { @for worker in workers { (worker_row(worker, names_kinds, &overview.at)) } }
                     }
                 },
             }
@@ -274,14 +350,14 @@ fn workers_section(overview: &Overview, names_kinds: bool) -> Markup {
     }
 }
 
-fn worker_row(worker: &RegisteredWorker, names_kinds: bool) -> Markup {
+fn worker_row(worker: &RegisteredWorker, names_kinds: bool, now: &str) -> Markup {
     html! {
         tr {
             th scope="row" { (shown(&worker.host)) }
             td.number { (worker.pid) }
             td { (shown(&worker.version)) }
             @if names_kinds { td { (shown(&worker.kinds.join(", "))) } }
-            td { (moment(&worker.since)) }
+            td { (when(&worker.since, now)) }
             @if worker.is_live { td { "now" } }
             @else { td.bad { (age(worker.last_seen_s)) " ago: ended without signing off" } }
         }
@@ -310,7 +386,7 @@ fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
                 dt { "broker" } dd { (shown(&broker)) }
                 dt { "database" } dd { (shown(&database)) }
                 @if let Some(overview) = overview {
-                    dt { "database time" } dd { (moment(&overview.at)) }
+                    dt { "database time" } dd { (time(&overview.at)) }
                     (outbox("alarms to send", overview.alarm_outbox.as_ref()))
                     (outbox("events to announce", overview.event_outbox.as_ref()))
                 }
@@ -364,8 +440,6 @@ pub(super) fn not_known(entries: &[NotKnown]) -> Markup {
 
 #[cfg(test)]
 mod tests {
-    use order_timeout_core::kind::Kind;
-
     use super::*;
     use crate::operations::overview::OverdueOfKind;
     use crate::operations::status::Overdue;
@@ -383,6 +457,7 @@ mod tests {
             late_money: None,
             at_providers: None,
             unresolved: None,
+            recently_closed: None,
             workers: None,
             not_known: Vec::new(),
         };

@@ -1,4 +1,4 @@
-// Keeps the first page's sections up to date by server-sent events, without moving the focus or closing what is open.
+// Keeps the first page's sections and tabs up to date by server-sent events, without moving the focus or closing what is open.
 "use strict";
 
 (function () {
@@ -6,12 +6,10 @@
   const connection = document.getElementById("connection");
   let updated = Date.now();
 
-  // Behind the section before it, so that the order stays when some come back, as after an outage of the database.
-  function replace(section, before) {
+  function replace(section) {
     const present = document.getElementById(section.id);
     if (!present) {
-      const previous = before && document.getElementById(before);
-      live.insertBefore(section, previous ? previous.nextSibling : live.firstChild);
+      live.append(section);
       return;
     }
     // What is open stays open.
@@ -30,17 +28,22 @@
   function show(event) {
     const template = document.createElement("template");
     template.innerHTML = event.data;
-    const sections = [...template.content.children].filter((section) => section.id);
-    if (sections.length === 0) {
+    const order = [...template.content.children].map((section) => section.id).filter((id) => id);
+    if (order.length === 0) {
       return;
     }
-    const order = sections.map((section) => section.id);
-    sections.forEach((section, number) => replace(section, order[number - 1]));
+    order.forEach((id) => replace(template.content.getElementById(id)));
     for (const old of [...live.children]) {
-      if (!sections.some((section) => section.id === old.id)) {
+      if (!order.includes(old.id)) {
         old.remove();
       }
     }
+    // What waits for a person moves up; the tabs are elsewhere.
+    order.map((id) => document.getElementById(id)).filter((one) => one.parentNode === live).forEach((one, place) => {
+      if (live.children[place] !== one) {
+        live.insertBefore(one, live.children[place]);
+      }
+    });
     updated = Date.now();
     tell();
   }

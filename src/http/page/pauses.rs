@@ -17,7 +17,7 @@ use super::super::site::Shared;
 use super::changes::{Fields, Filled, Permitted, answer, field, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor};
-use super::words::{capitalised, count, moment, shown};
+use super::words::{capitalised, count, shown, since};
 use crate::operations::pause_closing::{self, DueAtResume, Pauses};
 use crate::postgres::closing_pauses::{EndedPause, Pause};
 
@@ -33,7 +33,7 @@ pub(super) struct Done {
 }
 
 /// On the first page: whether closing is paused.
-pub(super) fn section(paused: Option<&[Pause]>) -> Markup {
+pub(super) fn section(paused: Option<&[Pause]>, now: &str) -> Markup {
     html! {
         section #paused {
             h2 { "Pauses of closing" }
@@ -41,7 +41,7 @@ pub(super) fn section(paused: Option<&[Pause]>) -> Markup {
                 None => p { "Not known." },
                 Some([]) => p { "None: orders of every kind are closed. " a href="/pauses" { "Pause closing" } },
                 Some(pauses) => {
-                    (lasting(pauses))
+                    (lasting(pauses, now))
                     p { a href="/pauses" { "Resume closing" } }
                 },
             }
@@ -49,12 +49,12 @@ pub(super) fn section(paused: Option<&[Pause]>) -> Markup {
     }
 }
 
-fn lasting(pauses: &[Pause]) -> Markup {
+fn lasting(pauses: &[Pause], now: &str) -> Markup {
     html! {
         div.scroll tabindex="0" role="region" aria-label="Pauses that last" {
             table.cards {
                 thead { tr { (heads()) } }
-                tbody { @for pause in pauses { tr { (cells(pause)) } } }
+                tbody { @for pause in pauses { tr { (cells(pause, now)) } } }
             }
         }
     }
@@ -66,17 +66,17 @@ fn heads() -> Markup {
     }
 }
 
-fn cells(pause: &Pause) -> Markup {
+fn cells(pause: &Pause, now: &str) -> Markup {
     let Pause { kind, cause, reason, paused_by, paused_at } = pause;
     html! {
         td data-name="paused" { (kind.as_deref().map_or("every kind".into(), shown)) }
-        td data-name="since" { (moment(paused_at)) }
+        td data-name="since" { (since(paused_at, now)) }
         td data-name="by" { (cause.as_str()) ": " (shown(paused_by)) }
         td data-name="why" { (shown(reason)) }
     }
 }
 
-fn over(ended: &[EndedPause]) -> Markup {
+fn over(ended: &[EndedPause], now: &str) -> Markup {
     html! {
         div.scroll tabindex="0" role="region" aria-label="Pauses that are over" {
             table.cards {
@@ -85,8 +85,8 @@ fn over(ended: &[EndedPause]) -> Markup {
                     @for name in ["until", "resumed by", "why resumed"] { th scope="col" { (name) } }
                 } }
                 tbody { @for EndedPause { pause, resumed_by, resume_reason, resumed_at } in ended { tr {
-                    (cells(pause))
-                    td data-name="until" { (moment(resumed_at)) }
+                    (cells(pause, now))
+                    td data-name="until" { (since(resumed_at, now)) }
                     td data-name="resumed by" { (shown(resumed_by)) }
                     td data-name="why resumed" { (resume_reason.as_deref().map_or("–".into(), shown)) }
                 } } }
@@ -125,7 +125,7 @@ fn contents(shared: &Shared, done: &Done, pauses: &Pauses, due: &[DueAtResume], 
              they have reserved. A pause begins because a person asks for it, or because the brake found that what is closed
              looks unusual. It lasts until a person resumes closing; what is due then is closed at once." }
         (result(done))
-        @if pauses.lasting.is_empty() { p { "Closing is not paused." } } @else { (lasting(&pauses.lasting)) }
+        @if pauses.lasting.is_empty() { p { "Closing is not paused." } } @else { (lasting(&pauses.lasting, &visitor.at)) }
         @for of in due { p { (capitalised(&shown(&of.sentence()))) "." } }
         @if visitor.session.is_some() {
             @if !pauses.lasting.is_empty() {
@@ -145,7 +145,7 @@ fn contents(shared: &Shared, done: &Done, pauses: &Pauses, due: &[DueAtResume], 
         }
         @if !pauses.ended.is_empty() {
             h2 { "Pauses that are over" }
-            (over(&pauses.ended))
+            (over(&pauses.ended, &visitor.at))
         }
     }
 }

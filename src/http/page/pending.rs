@@ -17,7 +17,7 @@ use super::super::site::Shared;
 use super::failed;
 use super::layout::{Layout, Visitor, kind_choice, order_path};
 use super::overview::not_known;
-use super::words::{money, shown, time};
+use super::words::{money, shown, time, when};
 use crate::operations::pending::{Pending, PendingOrder, pending};
 
 pub(super) async fn page(
@@ -66,7 +66,7 @@ fn contents(page: &Pending, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
                 table.cards {
                     thead { tr { th scope="col" { "deadline" } th scope="col" { "order" } th.number scope="col" { "amount" }
                         th.number scope="col" { "units" } } }
-                    tbody { @for order in &page.orders { (row(order, kind)) } }
+                    tbody { @for order in &page.orders { (row(order, kind, &page.at)) } }
                 }
             }
         }
@@ -75,11 +75,11 @@ fn contents(page: &Pending, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
     }
 }
 
-fn row(order: &PendingOrder, kind: &Kind) -> Markup {
+fn row(order: &PendingOrder, kind: &Kind, now: &str) -> Markup {
     let id = order.order_id.as_str();
     html! {
         tr {
-            td data-name="deadline" { (time(&order.deadline)) }
+            td data-name="deadline" { (when(&order.deadline, now)) }
             td data-name="order" { a href=(order_path(kind, id)) { code { (shown(id)) } } }
             td.number data-name="amount" { @if let Some(amount) = &order.money { (money(amount)) } @else { "–" } }
             td.number data-name="units" { @if let Some(units) = order.units { (units) } @else { "–" } }

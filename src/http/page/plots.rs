@@ -26,8 +26,8 @@ pub(super) fn due(forecast: &Forecast) -> Markup {
     let y = |orders: u64| HEIGHT * (1.0 - orders as f64 / top as f64);
     html! {
         div.plot {
-            p.scale { "at most " strong { (number(most)) } " a minute" }
-            svg viewBox=(format!("0 0 {DUE_MINUTES} {HEIGHT}")) preserveAspectRatio="none" role="img"
+            p.scale { "orders a minute, at most " strong { (number(most)) } }
+            (framed(&[number(top), String::new(), "0".to_owned()], &html! { svg viewBox=(format!("0 0 {DUE_MINUTES} {HEIGHT}")) preserveAspectRatio="none" role="img"
                 aria-label=(format!("Orders due per minute for the next six hours, at most {most}")) {
                 @for minute in forecast.minutes.iter().filter(|minute| minute.number < DUE_MINUTES) {
                     // An order is visible, however many others there are.
@@ -39,7 +39,7 @@ pub(super) fn due(forecast: &Forecast) -> Markup {
                     @let y = format!("{:.2}", y(capacity));
                     line.capacity x1="0" x2=(DUE_MINUTES) y1=(y) y2=(y) {}
                 }
-            }
+            } }))
             (axis(&hours(&forecast.at)))
         }
     }
@@ -56,6 +56,25 @@ fn axis(labels: &[String]) -> Markup {
     html! { div.axis aria-hidden="true" { @for label in labels { span { (label) } } } }
 }
 
+/// A plot with the values of its vertical axis at its left, evenly spaced from the top to the bottom.
+fn framed(values: &[String], plot: &Markup) -> Markup {
+    html! {
+        div.frame {
+            div.values aria-hidden="true" { @for value in values { span { (value) } } }
+            (plot)
+        }
+    }
+}
+
+/// A tenth of a millisecond at the bottom, and ten times as much at each line above.
+fn decade_names(decades: f64) -> Vec<String> {
+    let name = |decade: i32| match 10_f64.powi(decade - 1) {
+        ms if ms < 1.0 => format!("{ms} ms"),
+        ms => lateness(ms).replace(".0 ", " "),
+    };
+    (0..=decades as i32).rev().map(name).collect()
+}
+
 /// How late closes were in each minute of the last hour, on a logarithmic scale, and how many there were by path.
 pub(super) fn late(minutes: &[ClosedMinute]) -> Markup {
     let highest = minutes.iter().filter_map(|minute| minute.max_ms).fold(1.0, f64::max);
@@ -69,8 +88,8 @@ pub(super) fn late(minutes: &[ClosedMinute]) -> Markup {
     ];
     html! {
         div.plot {
-            p.scale { "at most " strong { (lateness(highest)) } " late; each line of the grid is ten times the one below" }
-            svg viewBox=(format!("0 0 {LATE_MINUTES} {HEIGHT}")) preserveAspectRatio="none" role="img"
+            p.scale { "how late, at most " strong { (lateness(highest)) } "; each line is ten times the one below" }
+            (framed(&decade_names(decades), &html! { svg viewBox=(format!("0 0 {LATE_MINUTES} {HEIGHT}")) preserveAspectRatio="none" role="img"
                 aria-label=(format!("Lateness of the last hour, at most {}", lateness(highest))) {
                 @for decade in 1..decades as u32 {
                     @let y = format!("{:.2}", HEIGHT * (1.0 - f64::from(decade) / decades));
@@ -79,8 +98,10 @@ pub(super) fn late(minutes: &[ClosedMinute]) -> Markup {
                 @for (name, runs) in &lines {
                     @for run in runs { polyline class=(name) points=(run) {} }
                 }
-            }
-            (closes(minutes))
+            } }))
+            p.scale { "orders closed a minute" }
+            @let most = minutes.iter().map(ClosedMinute::closed).max().unwrap_or_default().max(1);
+            (framed(&[number(most), "0".to_owned()], &closes(minutes, most)))
             (axis(&["60 min ago", "45", "30", "15", "now"].map(str::to_owned)))
             ul.legend {
                 li { span.swatch.p50 {} "half of them (p50)" }
@@ -113,8 +134,7 @@ fn x(minute: &ClosedMinute) -> f64 {
     f64::from(LATE_MINUTES) - minute.minutes_ago as f64 - 0.5
 }
 
-fn closes(minutes: &[ClosedMinute]) -> Markup {
-    let most = minutes.iter().map(ClosedMinute::closed).max().unwrap_or_default().max(1);
+fn closes(minutes: &[ClosedMinute], most: u64) -> Markup {
     let scaled = |orders: u64| 40.0 * orders as f64 / most as f64;
     html! {
         svg.closes viewBox=(format!("0 0 {LATE_MINUTES} 40")) preserveAspectRatio="none" role="img"
@@ -166,6 +186,11 @@ mod tests {
             assert!(!text.contains("NaN") && !text.contains("\"-") && !text.contains(",-"), "{text}");
         }
         assert!(late(&[]).into_string().contains("at most"));
+    }
+
+    #[test]
+    fn lateness_has_units() {
+        assert_eq!(decade_names(6.0), ["1m 40s", "10 s", "1 s", "100 ms", "10 ms", "1 ms", "0.1 ms"]);
     }
 
     #[test]

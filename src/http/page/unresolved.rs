@@ -19,7 +19,7 @@ use super::super::site::Shared;
 use super::changes::{Fields, Filled, Permitted, answer, asked, choice, form, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor, order_path};
-use super::words::{age, count, moment, number, shown, with_code};
+use super::words::{age, count, number, shown, since, with_code};
 use crate::operations::unresolved::{UnresolvedForReason, UnresolvedOrder, what_to_do};
 
 /// Orders on the page.
@@ -94,9 +94,9 @@ fn contents(asked: &Listed, found: &UnresolvedOrders, visitor: &Visitor) -> Mark
         @if found.orders.is_empty() {
             p { "None." }
         } @else if visitor.session.is_some() {
-            (form(&table(&found.orders, true), &html! { button formaction="/unresolved/retry" { "Ask their providers again" } }))
+            (form(&table(&found.orders, true, &visitor.at), &html! { button formaction="/unresolved/retry" { "Ask their providers again" } }))
         } @else {
-            (table(&found.orders, false))
+            (table(&found.orders, false, &visitor.at))
             (how_to_change(visitor, "/unresolved", "have their providers asked again", "order-timeout closing retry"))
         }
         @if let Some(next) = &found.next {
@@ -105,7 +105,7 @@ fn contents(asked: &Listed, found: &UnresolvedOrders, visitor: &Visitor) -> Mark
     }
 }
 
-fn table(orders: &[UnresolvedOrder], is_choosable: bool) -> Markup {
+fn table(orders: &[UnresolvedOrder], is_choosable: bool, now: &str) -> Markup {
     html! {
         div.scroll tabindex="0" role="region" aria-label="Unresolved orders" {
             table.cards {
@@ -113,18 +113,18 @@ fn table(orders: &[UnresolvedOrder], is_choosable: bool) -> Markup {
                     @if is_choosable { th scope="col" { "chosen" } }
                     @for name in ["since", "order", "reason", "last answers", "what to do"] { th scope="col" { (name) } }
                 } }
-                tbody { @for order in orders { (row(order, is_choosable)) } }
+                tbody { @for order in orders { (row(order, is_choosable, now)) } }
             }
         }
     }
 }
 
-fn row(order: &UnresolvedOrder, is_choosable: bool) -> Markup {
+fn row(order: &UnresolvedOrder, is_choosable: bool, now: &str) -> Markup {
     let UnresolvedOrder { order_id, reason, unresolved_at, answers, .. } = order;
     html! {
         tr {
             @if is_choosable { (choice(order_id, "order")) }
-            td data-name="since" { (moment(unresolved_at)) }
+            td data-name="since" { (since(unresolved_at, now)) }
             td data-name="order" { a href=(order_path(&Kind::ORDER, order_id)) { code { (shown(order_id)) } } }
             td data-name="reason" { (shown(reason)) }
             td data-name="last answers" { (answers.as_deref().map_or("nothing was answered".into(), shown)) }

@@ -6,6 +6,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use maud::{Markup, html};
+use order_timeout_core::message::read_rfc3339;
 
 use crate::operations::orders_table::due::Money;
 use crate::sanitize;
@@ -90,16 +91,45 @@ pub(super) fn lateness(ms: f64) -> String {
     }
 }
 
-/// A time without its date's letter: `2026-11-20 10:30:00.004`. The whole is in the element's attribute.
+/// A time to the second, with its date: `2026-11-20 10:30:00`. The whole is in the element's title.
 pub(super) fn time(rfc3339: &str) -> Markup {
-    let text = rfc3339.trim_end_matches('Z').replacen('T', " ", 1);
-    html! { time datetime=(rfc3339) { (text) } }
+    let text = rfc3339.get(..19).unwrap_or(rfc3339).replacen('T', " ", 1);
+    html! { time datetime=(rfc3339) title=(rfc3339) { (text) } }
 }
 
-/// A time to the second: `2026-11-20 10:30:00`.
-pub(super) fn moment(rfc3339: &str) -> Markup {
-    let text = rfc3339.get(..19).unwrap_or(rfc3339).replacen('T', " ", 1);
-    html! { time datetime=(rfc3339) { (text) } }
+/// The same to the millisecond, where the order of moments matters.
+pub(super) fn precise(rfc3339: &str) -> Markup {
+    let text = rfc3339.get(..23).unwrap_or(rfc3339).trim_end_matches('Z').replacen('T', " ", 1);
+    html! { time datetime=(rfc3339) title=(rfc3339) { (text) } }
+}
+
+/// A time as it looks at `now`: `10:30:00 2 min ago`, with its date if that is another. As [`time`] if `now` is empty.
+pub(super) fn when(rfc3339: &str, now: &str) -> Markup {
+    let (Some(at), Some(present)) = (read_rfc3339(rfc3339), read_rfc3339(now)) else { return time(rfc3339) };
+    let text = match rfc3339.get(..10) == now.get(..10) {
+        true => rfc3339.get(11..19).unwrap_or(rfc3339).to_owned(),
+        false => rfc3339.get(..16).unwrap_or(rfc3339).replacen('T', " ", 1),
+    };
+    let distance = match at > present {
+        true => format!("in {}", about(at.since(present))),
+        false => format!("{} ago", about(present.since(at))),
+    };
+    html! { time datetime=(rfc3339) title=(rfc3339) { (text) } " " span.note { (distance) } }
+}
+
+/// A time that has passed. `now` may be some seconds old.
+pub(super) fn since(rfc3339: &str, now: &str) -> Markup {
+    when(rfc3339, if now.is_empty() || rfc3339 < now { now } else { rfc3339 })
+}
+
+/// In the largest unit of which there are two: `90 s`, `3 min`, `47 h`, `12 days`.
+fn about(distance: Duration) -> String {
+    match distance.as_secs() {
+        s @ 0..120 => format!("{s} s"),
+        s @ 120..7_200 => format!("{} min", s / 60),
+        s @ 7_200..172_800 => format!("{} h", s / 3_600),
+        s => format!("{} days", s / 86_400),
+    }
 }
 
 /// Hours and minutes of a time.
@@ -133,7 +163,29 @@ mod tests {
         assert_eq!([0.2, 65.0, 11_100.0].map(age), ["0s", "1m 5s", "3h 5m"]);
         assert_eq!([0.4, 12.3, 1_234.0, 65_000.0].map(lateness), ["0.4 ms", "12 ms", "1.2 s", "1m 5s"]);
         assert_eq!(clock("2026-11-20T10:30:00Z"), "10:30");
-        assert!(moment("2026-11-20T10:30:00.004Z").into_string().contains(">2026-11-20 10:30:00<"));
-        assert!(time("2026-11-20T10:30:00Z").into_string().contains(">2026-11-20 10:30:00<"));
+        assert!(time("2026-11-20T10:30:00.004Z").into_string().contains(">2026-11-20 10:30:00<"));
+        assert!(precise("2026-11-20T10:30:00.004125Z").into_string().contains(">2026-11-20 10:30:00.004<"));
+        assert!(precise("2026-11-20T10:30:00Z").into_string().contains(">2026-11-20 10:30:00<"));
+    }
+
+    #[test]
+    fn times_are_told_from_now() {
+        let when = |at: &str| when(at, "2026-11-20T10:30:00.5Z").into_string();
+        for (at, shown, distance) in [
+            ("2026-11-20T10:33:01.000125Z", "10:33:01", "in 3 min"),
+            ("2026-11-20T10:28:59Z", "10:28:59", "61 s ago"),
+            ("2026-11-20T07:00:00Z", "07:00:00", "3 h ago"),
+            ("2026-11-21T10:30:00Z", "2026-11-21 10:30", "in 23 h"),
+            ("2026-11-01T10:30:00Z", "2026-11-01 10:30", "19 days ago"),
+        ] {
+            let text = when(at);
+            assert!(text.contains(&format!(">{shown}</time>")) && text.contains(&format!(">{distance}<")), "{text}");
+            assert!(text.contains(&format!("title=\"{at}\"")), "{text}");
+        }
+        let since = |at: &str| since(at, "2026-11-20T10:30:00.5Z").into_string();
+        assert!(
+            since("2026-11-20T10:30:02Z").contains(">0 s ago<") && since("2026-11-20T10:29:00Z").contains(">60 s ago<")
+        );
+        assert!(when("infinity").contains(">infinity<"));
     }
 }

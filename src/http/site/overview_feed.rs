@@ -14,7 +14,7 @@ use super::sources::{LazySources, Sources};
 use crate::give_way::GiveWay;
 use crate::operations::forecast::{self, Forecast};
 use crate::operations::orders_table::OrdersTable;
-use crate::operations::overview::{Overview, overview};
+use crate::operations::overview::{Overview, Waiting, overview};
 use crate::operations::reminders::{self, SentReminders};
 use crate::postgres::one_line;
 
@@ -30,6 +30,8 @@ const INTEREST: Duration = Duration::from_secs(30);
 const STALE: Duration = Duration::from_secs(8);
 /// How long the first page waits for the first overview.
 const FIRST_WAIT: Duration = Duration::from_secs(3);
+/// How long any other page waits for it, for the counts at its tabs.
+const TABS_WAIT: Duration = Duration::from_millis(300);
 
 /// What was last read.
 #[derive(Debug)]
@@ -80,9 +82,20 @@ impl OverviewFeed {
 
     /// The present state. `None` if there is none within a few seconds.
     pub async fn view(&self) -> Option<Arc<View>> {
+        self.view_within(FIRST_WAIT).await
+    }
+
+    /// How much waits for a person, and the database's time: nothing and no time where that is not known soon.
+    pub async fn waiting(&self) -> (Waiting, String) {
+        let view = self.view_within(TABS_WAIT).await;
+        let overview = view.as_ref().and_then(|view| view.overview.as_ref().ok());
+        overview.map(|overview| (overview.waiting(), overview.at.clone())).unwrap_or_default()
+    }
+
+    async fn view_within(&self, wait: Duration) -> Option<Arc<View>> {
         let mut views = self.follow();
         let is_fresh = |view: &Option<Arc<View>>| view.as_ref().is_some_and(|view| view.read_at.elapsed() < STALE);
-        let fresh = tokio::time::timeout(FIRST_WAIT, views.wait_for(is_fresh)).await;
+        let fresh = tokio::time::timeout(wait, views.wait_for(is_fresh)).await;
         fresh.ok()?.ok()?.clone()
     }
 
