@@ -369,7 +369,7 @@ fn api_and_page_know_every_kind() {
         let kinds = json("/api/v1/overview").await["kinds"].clone();
         assert_eq!((&kinds[0]["kind"], &kinds[1]["kind"]), (&"order".into(), &"acceptance".into()), "{kinds}");
         let (status, problem) = get(&worker, "/api/v1/status?kind=seat").await;
-        assert!(status == 400 && problem.contains("give one of order, acceptance"), "{problem}");
+        assert!(status == 404 && problem.contains("give one of order, acceptance"), "{problem}");
 
         let (_, page) = get(&worker, "/").await;
         for part in ["Kinds of deadlines", "/pending?kind=acceptance", "Due in the next six hours: acceptance"] {

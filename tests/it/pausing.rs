@@ -198,12 +198,12 @@ fn closing_is_paused_over_http() {
         let by = json!({ "who": "night shift", "why": WHY });
         for path in ["/api/v1/pauses", "/api/v1/pauses/resume"] {
             assert_eq!(api::post(&worker, path, "wrong", &by).await.status, 401, "{path}");
-            for (bad, fix) in [
-                (json!({ "who": "", "why": "x" }), "who: it is empty"),
-                (json!({ "kind": "unknown", "who": "a", "why": "b" }), "no kind \"unknown\""),
+            for (bad, status, fix) in [
+                (json!({ "who": "", "why": "x" }), 400, "who: it is empty"),
+                (json!({ "kind": "unknown", "who": "a", "why": "b" }), 404, "no kind \"unknown\""),
             ] {
                 let refused = api::post(&worker, path, TOKEN, &bad).await;
-                assert!(refused.status == 400 && refused.problem().contains(fix), "{path} {refused:?}");
+                assert!(refused.status == status && refused.problem().contains(fix), "{path} {refused:?}");
             }
         }
         let begun = api::post(&worker, "/api/v1/pauses", TOKEN, &by).await.json();

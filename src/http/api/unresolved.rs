@@ -167,10 +167,10 @@ pub(super) async fn settle(
 ) -> Result<StatusCode, Problem> {
     let operator = operator(&asked.who, &asked.why)?;
     let id = OrderId::new(&asked.id).map_err(|fault| Problem::bad_request(format!("id: {fault}")))?;
-    let reference = asked.reference.as_deref().map(|text| plain("reference", text));
+    let reference = asked.reference.as_deref().map(|text| plain("reference", text)).transpose()?;
     let decision = match asked.r#as {
         UnresolvedEnd::Closed => Decision::Closed,
-        UnresolvedEnd::Paid => Decision::Paid { reference: reference.transpose()? },
+        UnresolvedEnd::Paid => Decision::Paid { reference },
     };
     unresolved::decide(&shared.sources().await?.database, &id, decision, &operator).await.map_err(
         |error| match error {

@@ -114,7 +114,7 @@ pub(super) fn when(rfc3339: &str, now: &str) -> Markup {
         true => format!("in {}", about(at.since(present))),
         false => format!("{} ago", about(present.since(at))),
     };
-    html! { time datetime=(rfc3339) title=(rfc3339) { (text) } " " span.note { (distance) } }
+    html! { span { time datetime=(rfc3339) title=(rfc3339) { (text) } " " span.note { (distance) } } }
 }
 
 /// A time that has passed. `now` may be some seconds old.
