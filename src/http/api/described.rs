@@ -80,7 +80,7 @@ pub(super) fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer
 /// The deserializer's.
 pub(super) fn integers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<i64>, D::Error> {
     const BEYOND: f64 = 9_223_372_036_854_775_808.0;
-    let whole = |number: f64| (number.fract() == 0.0 && (-BEYOND..BEYOND).contains(&number)).then_some(number as i64);
+    let whole = |number: f64| (number.fract() == 0.0 && number.abs() < BEYOND).then_some(number as i64);
     let read = |number: &Number| number.as_i64().or_else(|| number.as_f64().and_then(whole));
     let given = Vec::<Number>::deserialize(deserializer)?;
     let read = |number| read(number).ok_or_else(|| Error::custom(format!("{number} is no whole number of 64 bits")));
