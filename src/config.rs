@@ -1,7 +1,7 @@
 //! Settings: their types, and one sentence for each error in them.
 //!
-//! `load.rs` loads them, `validate.rs` checks that they fit together. No I/O after loading, no default outside
-//! `config/default.toml`, and no secret in any output: addresses with passwords are [`SecretString`]s and errors never
+//! `load.rs` loads them, `validate.rs` checks that they fit together. No I/O after loading, no default outside the folder
+//! `config`, and no secret in any output: addresses with passwords are [`SecretString`]s and errors never
 //! repeat their value.
 
 use std::collections::BTreeMap;
@@ -33,10 +33,11 @@ mod validate;
 pub use effective::EffectiveSetting;
 use kinds::KindSettings;
 
-/// The documented defaults, embedded so that a worker runs without any file.
-pub const DEFAULTS: &str = include_str!("../config/default.toml");
+/// The defaults, embedded so that a worker runs without any file: the documented settings, and those that only benchmarks
+/// and tests turn. No key is in both.
+pub const DEFAULTS: [&str; 2] = [include_str!("../config/default.toml"), include_str!("../config/expert.toml")];
 
-/// All settings. Documented in `config/default.toml`, nowhere else.
+/// All settings. Documented in `config/default.toml` and `config/expert.toml`, nowhere else.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs)] // each field is documented beside its default in config/default.toml

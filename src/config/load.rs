@@ -6,7 +6,8 @@ use std::ffi::OsString;
 use std::io::Read;
 use std::path::Path;
 
-use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, ValueKind};
+use config::builder::DefaultState;
+use config::{Config, ConfigBuilder, ConfigError, File, FileFormat, Format, Map, Source, Value, ValueKind};
 use order_timeout_core::kind::Kind;
 use secrecy::SecretString;
 
@@ -276,7 +277,7 @@ pub(super) fn merge(
     environment: Map<String, String>,
     overrides: &[String],
 ) -> Result<Config, SettingsError> {
-    let mut builder = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml));
+    let mut builder = defaults();
     if let Some(path) = file {
         builder = builder.add_source(SettingsFile::read(path)?);
     }
@@ -423,7 +424,7 @@ fn is_of_column(key: &str) -> bool {
     key.starts_with("kinds.") && key.split_once(".table.").is_some_and(|(_, name)| name.contains('.'))
 }
 
-/// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can name
+/// Refuses keys that the defaults do not have. Done here rather than by serde so that the sentence can name
 /// the key's origin and the key that was probably meant.
 fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let known = every_key();
@@ -481,7 +482,7 @@ fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
     Err(SettingsError::new(Some(key.clone()), value.origin().map(str::to_owned), why))
 }
 
-/// The keys that `config/default.toml` has.
+/// The keys that the defaults have.
 pub(super) fn every_key() -> Vec<String> {
     leaf_keys(&default_values().cache).into_iter().map(|(key, _)| key).collect()
 }
@@ -494,8 +495,12 @@ fn truth_keys() -> Vec<String> {
 }
 
 fn default_values() -> Config {
-    let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build();
-    defaults.expect("config/default.toml is tested to be valid")
+    defaults().build().expect("config/default.toml is tested to be valid")
+}
+
+fn defaults() -> ConfigBuilder<DefaultState> {
+    let sources = DEFAULTS.map(|text| File::from_str(text, FileFormat::Toml));
+    sources.into_iter().fold(Config::builder(), |builder, source| builder.add_source(source))
 }
 
 /// Every key that holds a value rather than a section, with the origin of its value.

@@ -108,7 +108,7 @@ fn other_files_open_with_comment() {
             "sql" => "-- ",
             "yml" | "conf" | "Dockerfile" => "# ",
             "config" | "enabled_plugins" => "%% ",
-            _ if path == "config/default.toml" => "# ",
+            _ if path.starts_with("config/") => "# ",
             _ if text.starts_with("#!") => "# ",
             _ => continue,
         };
@@ -347,10 +347,36 @@ fn leaf_keys(table: &toml::Table) -> BTreeSet<String> {
     keys
 }
 
+/// The defaults of all files. A section may be in several, a key in one.
+fn defaults() -> toml::Table {
+    let mut all = toml::Table::new();
+    for text in DEFAULTS {
+        for (section, value) in text.parse::<toml::Table>().unwrap() {
+            match (all.get_mut(&section), value) {
+                (Some(toml::Value::Table(known)), toml::Value::Table(more)) => {
+                    for (key, value) in more {
+                        assert!(known.insert(key.clone(), value).is_none(), "{section}.{key} is in two files");
+                    }
+                }
+                (None, value) => drop(all.insert(section, value)),
+                _ => panic!("{section} is in two files"),
+            }
+        }
+    }
+    all
+}
+
+/// Each reader has to hold them in the head.
+#[test]
+fn documented_settings_are_at_most_forty() {
+    let documented: toml::Table = DEFAULTS[0].parse().unwrap();
+    let keys = leaf_keys(&documented);
+    assert!(keys.len() <= 40, "{} settings: {keys:?}", keys.len());
+}
+
 #[test]
 fn settings_and_defaults_match() {
-    let defaults: toml::Table = DEFAULTS.parse().unwrap();
-    let keys = leaf_keys(&defaults);
+    let keys = leaf_keys(&defaults());
     assert!(keys.contains("namespace") && keys.contains("worker.hold_max"), "{keys:?}");
 
     // The keys as the program defines them: the fields of Settings and of its sections.
@@ -374,12 +400,12 @@ fn settings_and_defaults_match() {
     }
     // Its keys are in the shop's files: config/default.toml shows them in a comment.
     assert!(fields.remove("kinds") && fields.remove("providers"));
-    assert_eq!(fields, keys, "the settings in the code (left) and in config/default.toml (right)");
+    assert_eq!(fields, keys, "the settings in the code (left) and in config (right)");
 }
 
 #[test]
 fn only_config_default_toml_has_defaults() {
-    let defaults: toml::Table = DEFAULTS.parse().unwrap();
+    let defaults = defaults();
     for key in leaf_keys(&defaults) {
         let mut without = defaults.clone();
         let name = match key.split_once('.') {
@@ -400,20 +426,16 @@ fn only_config_default_toml_has_defaults() {
 
 #[test]
 fn every_default_is_explained_directly_above() {
-    let lines: Vec<&str> = DEFAULTS.lines().collect();
+    let lines: Vec<&str> = DEFAULTS.iter().flat_map(|text| text.lines()).collect();
     let key = Regex::new(r"^(\w+) = ").unwrap();
     let mut explained = 0;
     for (at, line) in lines.iter().enumerate() {
         if let Some(found) = key.captures(line) {
-            assert!(
-                at > 0 && lines[at - 1].starts_with("# "),
-                "config/default.toml does not say above {} what it is",
-                &found[1]
-            );
+            assert!(at > 0 && lines[at - 1].starts_with("# "), "config does not say above {} what it is", &found[1]);
             explained += 1;
         }
     }
-    assert_eq!(explained, leaf_keys(&DEFAULTS.parse().unwrap()).len());
+    assert_eq!(explained, leaf_keys(&defaults()).len());
 }
 
 #[test]
