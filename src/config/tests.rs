@@ -105,6 +105,7 @@ fn refuses_variables_that_lack_underscores() {
     for name in [
         "ORDER_TIMEOUT_SERVICES",
         "ORDER_TIMEOUT_RABBITMQ",
+        "ORDER_TIMEOUT_POSTGRES",
         "ORDER_TIMEOUT_CHAOS_SEED",
         "ORDER_TIMEOUT_SERVICE_HOST",
         "ORDER_TIMEOUT_WORKER_SERVICE_PORT_HTTP",

@@ -12,6 +12,7 @@ use order_timeout::http::READYZ;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::away::{meanwhile, on_private_broker_with, on_private_database};
 use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{order_timeout, run};
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
 use secrecy::ExposeSecret;
@@ -239,6 +240,9 @@ fn read_only_database_is_named() {
 
 #[test]
 fn standby_is_named_and_never_relays() {
+    if !Private::can_have_standby("degraded_database::standby_is_named_and_never_relays") {
+        return;
+    }
     on_private_database(&[], async |env, primary| {
         let relay = env.worker().await;
         let standby = Arc::new(meanwhile(|| primary.standby()));

@@ -164,7 +164,8 @@ fn assert_runs_as_own_account(server: &Private) {
 
 #[test]
 fn other_users_cannot_use_private_postgres() {
-    if !is_root("local_users::other_users_cannot_use_private_postgres") {
+    const TEST: &str = "local_users::other_users_cannot_use_private_postgres";
+    if !is_root(TEST) || !Private::can_have_standby(TEST) {
         return;
     }
     let program = Program::open_to_all();

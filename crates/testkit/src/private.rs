@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use crate::linux::{self, Signal, children_of, wait_until_stopped};
 use crate::paths::{repository, scratch_folder};
+use crate::skip::skipped;
 
 /// A starting broker keeps a core busy for seconds. If several start at once on a small machine, none is up in time.
 static STARTING: Mutex<()> = Mutex::new(());
@@ -42,6 +43,18 @@ impl Private {
         let printed = private.call("start", options);
         private.url = printed.lines().last().expect("the address").to_owned();
         private
+    }
+
+    /// Whether this machine can start standbys: an unpacked version of PostgreSQL has no `pg_basebackup`. Reports the test
+    /// as skipped if not.
+    #[must_use]
+    pub fn can_have_standby(test: &str) -> bool {
+        let Ok(version) = std::env::var("ORDER_TIMEOUT_POSTGRES") else { return true };
+        let can = Path::new("/usr/lib/postgresql").join(&version).join("bin/pg_basebackup").exists();
+        if !can {
+            skipped(test, &format!("a standby needs pg_basebackup, and PostgreSQL {version} is not installed"));
+        }
+        can
     }
 
     /// A standby that replicates this running database server.
