@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use order_timeout_core::brake::{
     Bounds, Counts, FORESEE_AHEAD, FORESEEN_MINUTES_BEFORE, Limits, Minute, MinuteCounts, OtherWorkers, Trip, Usual,
-    Window, foreseen_of_gap, minute_of,
+    Window, Woken, foreseen_of_gap, minute_of,
 };
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
@@ -47,6 +47,8 @@ pub(crate) struct Brake {
     counting: Option<AbortOnDropHandle<Result<(), sqlx::Error>>>,
     /// What was counted since the last turn that added it.
     held: Counts,
+    /// What this worker has added since it last read what all have: none of it is the others'.
+    added: Woken,
     last_turn: Option<Instant>,
 }
 
@@ -64,6 +66,7 @@ impl Brake {
             counted: None,
             counting: None,
             held: Counts::default(),
+            added: Woken::default(),
             last_turn: None,
         }
     }
@@ -78,7 +81,7 @@ impl Brake {
     /// first, because no worker may have counted them: then the counts are kept, and the former limits hold.
     ///
     /// # Errors
-    /// sqlx's. Then the counts are lost, and the former limits hold.
+    /// sqlx's. Then the counts are kept, and the former limits hold.
     pub async fn turn(&mut self, counts: &Counts) -> Result<Option<Result<Limits, Trip>>, sqlx::Error> {
         self.held.append(counts);
         if self.counting.as_ref().is_some_and(|task| task.is_finished()) {
@@ -114,8 +117,13 @@ impl Brake {
         let now = minute_of(at);
         let counts = self.held.take();
         let kind = &self.kind;
+        let add = async |connection: &mut PgConnection| closing_minutes::add(connection, kind, &counts, now).await;
+        if let Err(error) = self.connections.run_on_oldest(add).await {
+            self.held.append(&counts);
+            return Err(error);
+        }
+        self.added.add(&counts.woken);
         let read = async |connection: &mut PgConnection| {
-            closing_minutes::add(connection, kind, &counts, now).await?;
             let minutes = closing_minutes::read_since(connection, kind, now - TWO_HOURS).await?;
             Ok((minutes, closing_minutes::last_resumed(connection, kind).await?))
         };
@@ -123,7 +131,7 @@ impl Brake {
         self.last_turn = Some(Instant::now());
         self.count_once_a_minute(at, &minutes);
         let window = Window { minutes: &minutes, now, resumed_in: known_until.map(minute_of) };
-        let others = self.others.found(&window, &counts.woken);
+        let others = self.others.found(&window, &std::mem::take(&mut self.added));
         // In a new shop these hours are all that is known.
         self.usual.paid_share = self.usual.paid_share.or_else(|| Usual::of(&minutes, now).paid_share);
         Ok(window.judge(&self.usual, &self.bounds).map(|closes_left| Limits {

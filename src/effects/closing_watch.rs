@@ -9,10 +9,11 @@ use order_timeout_core::brake::{Counts, Trip};
 use order_timeout_core::engine::Input;
 use order_timeout_core::kind::Kind;
 use tokio::sync::mpsc;
-use tracing::{debug, error};
+use tracing::{debug, error, warn};
 
 use super::brake::Brake;
 use crate::observe::inspect::registration::host;
+use crate::observe::logging::LogThrottle;
 use crate::observe::recorder::KindRecorder;
 use crate::postgres::closing_pauses::{self, Pause, PauseCause};
 use crate::postgres::warm_connections::WarmConnections;
@@ -42,6 +43,7 @@ pub(crate) struct ClosingWatch {
     told_paused: bool,
     /// A pause that is not written yet.
     trip: Option<Trip>,
+    fault_throttle: LogThrottle,
 }
 
 impl ClosingWatch {
@@ -54,7 +56,18 @@ impl ClosingWatch {
         recorder: KindRecorder,
     ) -> Self {
         let reports = mpsc::unbounded_channel();
-        Self { kind, connections, inputs, reports, brake, recorder, known: Vec::new(), told_paused: false, trip: None }
+        Self {
+            kind,
+            connections,
+            inputs,
+            reports,
+            brake,
+            recorder,
+            known: Vec::new(),
+            told_paused: false,
+            trip: None,
+            fault_throttle: LogThrottle::default(),
+        }
     }
 
     /// Where the engine's reports go.
@@ -131,10 +144,16 @@ impl ClosingWatch {
         if !self.brake.as_ref().is_some_and(|brake| brake.wants_turn(counts)) {
             return;
         }
-        if let Err(error) = self.judge(counts).await {
-            debug!(
+        let judged = self.judge(counts).await;
+        if !matches!(judged, Ok(true)) {
+            self.tell(Input::BrakeNotJudged);
+        }
+        if let Err(error) = judged
+            && self.fault_throttle.is_due()
+        {
+            warn!(
                 error = one_line(&error),
-                "the brake's counts could not be written or read; its limits stay as they were"
+                "what the brake counts could not be written or read; each worker judges alone meanwhile; said once a minute at most"
             );
         }
         if self.trip.is_some() {

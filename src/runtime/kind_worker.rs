@@ -426,6 +426,7 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,
         look_ahead: settings.sweep.look_ahead,
+        lead: settings.delay.lead,
         has_no_alarms,
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }

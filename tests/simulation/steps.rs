@@ -14,7 +14,7 @@ pub const MAX_SKEW_MS: i64 = 400;
 /// After so long in undisturbed time nothing of the faults before it is left.
 const RECOVERED_MS: u64 = 2_600;
 /// So many orders whose alarms are missing show that alarms do not arrive (`engine/arrivals.rs`).
-pub const MISSED_TOGETHER: usize = 10;
+pub const MISSED_TOGETHER: usize = 15;
 /// By then every session is older than an alarm is held.
 const MISSED_IN_MS: u64 = 6_500;
 /// How far the database's clock is set.

@@ -195,6 +195,7 @@ pub fn policy() -> Policy {
         sweep_grace: Duration::from_millis(500),
         sweep_page: 4,
         look_ahead: Duration::from_millis(500),
+        lead: Duration::from_secs(20),
         has_no_alarms: false,
         pause_share: 1.0,
     }

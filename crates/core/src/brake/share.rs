@@ -134,7 +134,8 @@ impl OtherWorkers {
             Some((since, seen)) => window.woken_in(since..).without(&seen),
             None => window.woken_in(window.resumed_in.map_or(now - 1, |resumed| (resumed + 1).max(now - 1))..=now),
         };
-        self.seen = Some((now, window.woken_in(now..)));
+        // From the minute before: another worker may still be adding to it.
+        self.seen = Some((now - 1, window.woken_in(now - 1..)));
         found.without(own)
     }
 }

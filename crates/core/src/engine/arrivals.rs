@@ -7,8 +7,8 @@ use super::Policy;
 use crate::order::{Overdue, SweepPage, SweepPlace, SweepReach, Timestamp};
 
 /// So many orders in a row without their alarms here, for each live worker, are no coincidence: of k workers each has one alarm in
-/// k, and (1 - 1/k)^10k is below one in twenty thousand.
-const MISSING_IN_ROW: usize = 10;
+/// k, and (1 - 1/k)^15k is below one in three million: by chance that happens once in hours at a thousand orders a second.
+const MISSING_IN_ROW: usize = 15;
 
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
@@ -25,7 +25,9 @@ impl Arrivals {
     /// on, none of these is late.
     pub fn page(&mut self, policy: &Policy, workers: usize, now: Timestamp) -> Option<SweepPage> {
         let next_pass_reaches = now + policy.look_ahead - policy.sweep_every;
-        if policy.look_ahead.is_zero() || self.until.is_some_and(|until| next_pass_reaches < until) {
+        // With so short a lead no alarm is here yet.
+        let has_no_lead = policy.lead <= policy.look_ahead;
+        if policy.look_ahead.is_zero() || has_no_lead || self.until.is_some_and(|until| next_pass_reaches < until) {
             return None;
         }
         // A look that comes late begins where the last one ended.

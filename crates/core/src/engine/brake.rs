@@ -43,6 +43,11 @@ impl Brake {
         self.as_usual = [0, self.as_usual[0]];
     }
 
+    /// What was found could not be shared: this worker judges alone, so that closing does not wait for the table of counts.
+    pub fn note_not_judged(&mut self) {
+        self.evidence.note_shared();
+    }
+
     /// What was found before is over with the pause.
     pub fn set_paused(&mut self, is_paused: bool) {
         self.is_paused = is_paused;

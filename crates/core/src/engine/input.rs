@@ -41,6 +41,8 @@ pub enum Input {
     ClosingResumed,
     /// How much may be closed until the next limits. Without any the brake is off.
     BrakeLimits(Limits),
+    /// What was counted could not be shared with the other workers, or not be judged.
+    BrakeNotJudged,
     /// The database's clock was read.
     ClockRead,
     /// The database's clock could not be read, for this reason.

@@ -226,6 +226,7 @@ impl Engine {
                 self.brake.set_paused(false);
                 self.update_closing_pause();
             }
+            Input::BrakeNotJudged => self.brake.note_not_judged(),
             Input::BrakeLimits(limits) => {
                 self.brake.set_limits(limits);
                 self.update_closing_pause();

@@ -45,6 +45,8 @@ pub struct Policy {
     pub sweep_grace: Duration,
     /// `sweep.look_ahead`: while no session is open or alarms do not arrive in time, the sweep also reads the orders that fall due within this time.
     pub look_ahead: Duration,
+    /// `delay.lead`: how long before its deadline an alarm leaves the broker.
+    pub lead: Duration,
     /// Whether no alarm ever comes, because `delay.strategy` is `database`.
     pub has_no_alarms: bool,
     /// The most overdue orders in one page. No further page is asked for while so many wait for a closer.

@@ -43,16 +43,16 @@ fn reads_ahead_after(engine: &mut Engine, orders: &[(String, i64)], ms: i64) -> 
 #[test]
 fn missing_alarms_show_before_deadlines() {
     let (mut engine, page) = looking(Share::ALL, NOW_MS);
-    assert_eq!((page.reach, page.limit), (SweepReach::Ahead(policy().look_ahead), 10));
+    assert_eq!((page.reach, page.limit), (SweepReach::Ahead(policy().look_ahead), 15));
     assert_eq!(page.after, Some(place(&("", NOW_MS + 250))), "what the next pass would find too late");
-    assert!(reads_ahead_after(&mut engine, &due(NOW_MS + 260, 10), NOW_MS));
+    assert!(reads_ahead_after(&mut engine, &due(NOW_MS + 260, 15), NOW_MS));
     assert_eq!(engine.snapshot(at_ms(NOW_MS)).closed_without_alarm, 0, "nothing was closed");
 }
 
 #[test]
 fn alarm_among_missing_ones_counts_anew() {
     let (mut engine, _) = looking(Share::ALL, NOW_MS);
-    let orders = due(NOW_MS + 260, 10);
+    let orders = due(NOW_MS + 260, 15);
     engine.handle(delivered(&orders[2].0, at_ms(orders[2].1), 1, 1), at_ms(NOW_MS));
     assert!(!reads_ahead_after(&mut engine, &orders, NOW_MS));
     look(&mut engine, NOW_MS + 250);
@@ -65,7 +65,7 @@ fn alarm_among_missing_ones_counts_anew() {
 fn no_order_is_looked_at_twice() {
     let (mut engine, _) = looking(Share::ALL, NOW_MS);
     // The database's clock is ahead of the worker's reading.
-    let orders = due(NOW_MS + 502, 9);
+    let orders = due(NOW_MS + 502, 14);
     assert!(!reads_ahead_after(&mut engine, &orders, NOW_MS));
     let last = orders.last().map(|(id, at)| place(&(id.as_str(), *at)));
     assert_eq!(look(&mut engine, NOW_MS + 250).after, last);
@@ -75,8 +75,8 @@ fn no_order_is_looked_at_twice() {
 #[test]
 fn several_workers_hold_some_alarms_each() {
     let (mut engine, page) = looking(Share::new(0, 3), NOW_MS);
-    assert_eq!(page.limit, 30);
-    assert!(!reads_ahead_after(&mut engine, &due(NOW_MS + 260, 29), NOW_MS));
+    assert_eq!(page.limit, 45);
+    assert!(!reads_ahead_after(&mut engine, &due(NOW_MS + 260, 44), NOW_MS));
     look(&mut engine, NOW_MS + 250);
     assert!(reads_ahead_after(&mut engine, &due(NOW_MS + 510, 1), NOW_MS + 250));
 }
@@ -84,7 +84,7 @@ fn several_workers_hold_some_alarms_each() {
 #[test]
 fn alarms_before_session_are_with_others() {
     let (mut engine, _) = looking(Share::ALL, 10_000);
-    assert!(!reads_ahead_after(&mut engine, &due(10_260, 10), 10_000));
+    assert!(!reads_ahead_after(&mut engine, &due(10_260, 15), 10_000));
 }
 
 #[test]

@@ -54,6 +54,13 @@ fn limits(paid_share: Option<f64>, closes_left: Option<u64>) -> Limits {
     Limits { paid_share, others: Woken::default(), closes_left, counted: 0, known_until: Some(at_ms(10)) }
 }
 
+/// With small batches, and a session in which alarms arrive.
+fn consuming_engine() -> Engine {
+    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    engine.handle(Input::SessionOpened(1), at_ms(0));
+    engine
+}
+
 /// Alarms of orders that fall due at this time.
 fn deliver(engine: &mut Engine, orders: std::ops::Range<u64>, due_ms: i64) {
     for order in orders {
@@ -85,7 +92,7 @@ fn close_all(engine: &mut Engine, ms: i64) -> (usize, bool) {
 
 #[test]
 fn brake_trips_after_unpaid_orders() {
-    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    let mut engine = consuming_engine();
     let share = limits(Some(0.7), None);
     deliver(&mut engine, 0..3_000, 1_000);
     for round in 1..=6 {
@@ -105,7 +112,7 @@ fn brake_trips_after_unpaid_orders() {
 
 #[test]
 fn brake_trips_by_what_other_workers_found() {
-    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    let mut engine = consuming_engine();
     let share = limits(Some(0.7), None);
     engine.handle(Input::BrakeLimits(share), at_ms(0));
     deliver(&mut engine, 0..3_000, 1_000);
@@ -113,6 +120,17 @@ fn brake_trips_by_what_other_workers_found() {
     let others = Woken { closed: 35, paid: 0 };
     engine.handle(Input::BrakeLimits(Limits { others, ..share }), at_ms(1_003));
     assert_eq!(close_all(&mut engine, 1_003), (0, true));
+}
+
+#[test]
+fn worker_judges_alone_if_counts_are_not_shared() {
+    let mut engine = consuming_engine();
+    engine.handle(Input::BrakeLimits(limits(Some(0.7), None)), at_ms(0));
+    deliver(&mut engine, 0..3_000, 1_000);
+    for round in 1..=6 {
+        assert_eq!(close_all(&mut engine, 1_002), (7, round == 6), "closing does not stop, and trips as it would");
+        engine.handle(Input::BrakeNotJudged, at_ms(1_002));
+    }
 }
 
 fn batch_of(action: Action) -> Option<Batch> {
@@ -124,7 +142,7 @@ fn batch_of(action: Action) -> Option<Batch> {
 
 #[test]
 fn burst_opens_up_while_orders_are_paid() {
-    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    let mut engine = consuming_engine();
     engine.handle(Input::BrakeLimits(limits(Some(0.7), None)), at_ms(0));
     deliver(&mut engine, 0..1_000, 1_000);
     let mut rounds = Vec::new();
@@ -140,7 +158,7 @@ fn burst_opens_up_while_orders_are_paid() {
 
 #[test]
 fn closes_stop_at_limit_until_next() {
-    let mut engine = Engine::new(Policy { batch_size: 80, ..policy() });
+    let mut engine = consuming_engine();
     engine.handle(Input::BrakeLimits(limits(None, Some(250))), at_ms(0));
     deliver(&mut engine, 0..1_000, 1_000);
     assert_eq!(close_all(&mut engine, 1_002), (250, false));
