@@ -233,7 +233,8 @@ pub fn verdict(overview: Result<&Overview, &str>, problems: &[Problem]) -> Verdi
         return Verdict::Unknown(why);
     }
     let Waiting { parked, unresolved, .. } = overview.waiting();
-    if problems.is_empty() && overview.without_answer().0 == 0 && parked == 0 && unresolved == 0 {
+    let is_known = overview.not_known.is_empty();
+    if is_known && problems.is_empty() && overview.without_answer().0 == 0 && parked == 0 && unresolved == 0 {
         Verdict::OnTime
     } else {
         Verdict::Degraded(problems.to_vec())

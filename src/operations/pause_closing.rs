@@ -98,7 +98,7 @@ impl DueAtResume {
             sentence += &format!(", and usually it is {:.0} %", usual * 100.0);
         }
         if let Some(minute) = last_paid_in {
-            sentence += &format!("; no paid one was found after {minute}");
+            sentence += &format!("; the last paid one was found in the minute of {minute}");
         }
         if let Some(why) = not_known {
             sentence += &format!("; {why}");

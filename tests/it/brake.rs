@@ -97,7 +97,10 @@ fn dead_callbacks_close_at_most_fifty_paid_orders() {
             let resume = ["resume", "--why", "they arrive again"];
             let (code, said, _) = call_with(&env.settings, &resume).await;
             assert!(code == 1 && said.contains("order(s) are due and are closed when it is resumed"), "{said}");
-            assert!(said.contains("usually it is 70 %") && said.contains("no paid one was found after"), "{said}");
+            assert!(
+                said.contains("usually it is 70 %") && said.contains("the last paid one was found in the minute of"),
+                "{said}"
+            );
             assert!(said.contains("nothing resumed; add --yes"), "{said}");
             assert_eq!(closed_among(&env, &missing).await, closed);
             // They do not.

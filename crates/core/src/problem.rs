@@ -126,7 +126,7 @@ impl Cause {
             Self::ClosingPaused => "Remove the cause for which closing was paused, then `order-timeout resume --who NAME --why TEXT`.".to_owned(),
             Self::NoWorker => "Start one: `order-timeout worker`.".to_owned(),
             Self::Worker | Self::Stalled => "Wait; if it lasts, read the worker's log and restart it.".to_owned(),
-            cause => format!("docs/operating/troubleshoot.md, \"Degraded\", says what to do about `{}`.", cause.as_str()),
+            cause => format!("See docs/operating/troubleshoot.md, \"Degraded\", about `{}`.", cause.as_str()),
         }
     }
 }

@@ -108,7 +108,10 @@ pub(in crate::http) async fn end_pauses(shared: &Shared, change: ResumeChange) -
     let resumed = pause_closing::resume(database, &shared.settings, kind, why, who, change.yes).await?;
     if resumed.needs_yes {
         let due: Vec<String> = resumed.due.iter().map(DueAtResume::sentence).collect();
-        let why = format!("{}; nothing was resumed, say yes to close them", due.join("; "));
+        let why = format!(
+            "{}; nothing was resumed; to close them, load the page again and check its box, or send `yes`",
+            due.join("; ")
+        );
         return Err(Problem::new(StatusCode::CONFLICT, why));
     }
     info!(who, why, kind = kind.map(Kind::as_str), ended = resumed.ended.len(), "closing was resumed over HTTP");

@@ -94,7 +94,7 @@ fn problems(shared: &Shared) -> Vec<Problem> {
 
 /// What is wrong, and what to do about it.
 fn reason(problem: &Problem) -> Markup {
-    html! { li { (shown(&problem.title())) p.todo { (with_code(&capitalised(&problem.fix))) } } }
+    html! { li { (with_code(&problem.title())) p.todo { (with_code(&capitalised(&problem.fix))) } } }
 }
 
 fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[Problem]) -> Markup {
@@ -109,7 +109,10 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[P
         section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
             h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
             @if !reasons.is_empty() { ul { @for problem in reasons { (reason(problem)) } } }
-            @if let Some(overview) = overview { (waiting_links(&overview.waiting())) }
+            @if let Some(overview) = overview {
+                (waiting_links(&overview.waiting()))
+                @for of in &overview.not_known { p { "Not known: " (of.what) "." } }
+            }
             @if let (Verdict::Paused(_) | Verdict::Late(_), Some(overview)) = (verdict, overview) { (overdue_links(overview)) }
             @if let Verdict::Unknown(why) = verdict {
                 p { (shown(why)) }
@@ -377,7 +380,7 @@ fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
             h2 { "This worker" }
             dl {
                 dt { "ready" }
-                @for line in &ready.lines() { dd { (shown(line)) } }
+                @for line in &ready.lines() { dd { (with_code(line)) } }
                 dt { "namespace" } dd { (shown(&settings.namespace)) }
                 dt { "consumer session" }
                 dd { (session(shared)) }

@@ -103,7 +103,7 @@ pub(super) fn precise(rfc3339: &str) -> Markup {
     html! { time datetime=(rfc3339) title=(rfc3339) { (text) } }
 }
 
-/// A time as it looks at `now`: `10:30:00 2 min ago`, with its date if that is another. As [`time`] if `now` is empty.
+/// A time as it looks at `now`: `10:30:00 2 min ago`, with its date if that is another. As [`time()`] if `now` is empty.
 pub(super) fn when(rfc3339: &str, now: &str) -> Markup {
     let (Some(at), Some(present)) = (read_rfc3339(rfc3339), read_rfc3339(now)) else { return time(rfc3339) };
     let text = match rfc3339.get(..10) == now.get(..10) {

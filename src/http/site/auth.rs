@@ -40,8 +40,8 @@ pub(in crate::http) fn check(shared: &Shared, given: &str, from: IpAddr) -> Resu
     if shared.is_token(given) {
         return Ok(());
     }
-    if !given.is_empty() {
-        warn!(%from, "a wrong token was given over HTTP; it changes nothing");
+    if !given.is_empty() && shared.may_log_wrong_token() {
+        warn!(%from, "a wrong token was given over HTTP; it changes nothing; said once a minute at most");
     }
     Err(Denied::WrongToken)
 }

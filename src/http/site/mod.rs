@@ -10,7 +10,7 @@ mod security;
 mod sessions;
 mod sources;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use axum::{Router, middleware};
@@ -21,6 +21,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::{Pages, api, page};
 use crate::config::Settings;
 use crate::give_way::GiveWay;
+use crate::observe::logging::LogThrottle;
 use crate::observe::served_kinds::ServedKinds;
 use crate::postgres::DatabaseError;
 pub(super) use auth::{Denied, authorize, check};
@@ -48,6 +49,7 @@ pub(super) struct Shared {
     pub served: ServedKinds,
     pub sessions: Sessions,
     token: Option<Token>,
+    wrong_tokens: Mutex<LogThrottle>,
     sources: Arc<LazySources>,
     pub feed: OverviewFeed,
     /// One for each page that is kept up to date.
@@ -80,6 +82,7 @@ impl Site {
             served,
             sessions: Sessions::default(),
             token,
+            wrong_tokens: Mutex::default(),
             sources,
             feed,
             streams: Arc::new(Semaphore::new(MOST_STREAMS)),
@@ -95,6 +98,11 @@ impl Site {
 }
 
 impl Shared {
+    /// Whether a wrong token is logged now: a client that repeats one must not fill the log.
+    pub fn may_log_wrong_token(&self) -> bool {
+        self.wrong_tokens.lock().unwrap_or_else(PoisonError::into_inner).is_due()
+    }
+
     /// The database, connected at the first call that reaches it.
     pub async fn sources(&self) -> Result<&Sources, DatabaseError> {
         self.sources.get().await
