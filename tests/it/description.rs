@@ -1,5 +1,5 @@
-//! A running worker accepts what `docs/openapi.yaml` allows, refuses what it forbids, and answers only as it says. The
-//! requests are generated from the description.
+//! A running worker accepts what `docs/openapi.yaml` allows, refuses what it forbids, and answers only with
+//! statuses that it names. The requests are generated from the description.
 
 use order_timeout_testkit::page::{TOKEN, with_page};
 use order_timeout_testkit::{RunningWorker, TestEnv};

@@ -275,7 +275,7 @@ fn operation_is_quiet() {
             let causes: Vec<Cause> = deployment.problems().await.into_iter().map(|problem| problem.cause).collect();
             assert_eq!(causes, [Cause::ClosingPaused]);
             assert_eq!(deployment.readyz().await.lines().count(), 2, "ready, and the pause");
-            call(&["resume"]).await;
+            call(&["resume", "--yes"]).await;
             deployment.wait_until_quiet("a pause that has just ended").await;
             wait_for("the closes", async || deployment.env.count(OPEN).await == 0).await;
             deployment.assert_quiet("what fell due in a pause is closed").await;

@@ -323,7 +323,7 @@ fn command_line_works_by_kind() {
         assert!(run(&["forecast", "--kind", "acceptance"]).await.contains(": 1 orders"));
         let told = call_with(&env.settings, &["explain", &id, "--kind", "acceptance", "--json"]).await.1;
         assert!(told.contains("\"kind\":\"acceptance\""), "{told}");
-        let moved = run(&["deadline", &id, "--kind", "acceptance", "--in", "1s"]).await;
+        let moved = run(&["deadline", &id, "--kind", "acceptance", "--in", "10s"]).await;
         assert!(moved.contains("an alarm for it is written"), "{moved}");
         assert_eq!(env.count("SELECT count(*) FROM alarm_outbox WHERE kind = 'acceptance'").await, 1);
         let shown = call_with(&env.settings, &["show", &id, "--kind", "acceptance", "--json"]).await.1;

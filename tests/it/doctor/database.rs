@@ -175,6 +175,7 @@ async fn first_backlog_is_found(stack: &mut Stack) {
     // Too young to count as overdue for long.
     let overdue = "INSERT INTO orders (id, expires_at) VALUES (gen_random_uuid(), now() - interval '65 seconds')";
     stack.sql(overdue).await;
+    stack.settings.sweep.grace = Duration::from_secs(600);
     stack.settings.sweep.first_backlog = 0;
     let finding = stack.found(Cause::FirstBacklog).await;
     assert!(finding.what.contains("1 orders of the table orders"), "{finding:?}");
