@@ -61,7 +61,7 @@ pub struct Cli {
 }
 
 const SETTINGS_HELP: &str = "\
-Settings come from config/default.toml (built in), then --config FILE, then the environment
+Settings come from config/default.toml and expert.toml (built in), then --config FILE, then the environment
 (ORDER_TIMEOUT__AMQP__URL, ORDER_TIMEOUT__DATABASE__URL or DATABASE_URL, ORDER_TIMEOUT__DELAY__LEAD, …),
 then --set. A first run:
 
