@@ -157,7 +157,9 @@ fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
         Verdict::OnTime => "Orders are closed on time.".to_owned(),
         Verdict::Degraded(reasons) => match overview.map(Overview::without_answer) {
             Some((orders @ 1.., oldest_s)) => providers::sentence(orders, oldest_s),
-            _ if reasons.is_empty() => "Orders are closed on time, but something waits for a person.".to_owned(),
+            _ if reasons.is_empty() && overview.is_some_and(|overview| overview.not_known.is_empty()) => {
+                "Orders are closed on time, but something waits for a person.".to_owned()
+            }
             _ => "Orders are closed on time, but something needs attention.".to_owned(),
         },
         Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
