@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use clap::Args;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseResult, OrderId, Outcome};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -75,9 +76,7 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     let database = Database::connect(&settings.database, 2).await?;
     postgres::require_migrated(&database).await?;
     refuse_while_paused(&database, args).await?;
-    let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
-    orders_statements::require_attempts_are_asked_about(&database, &args.of.kind, &statements.close).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
+    let closer = closer_of(database, settings, &args.of.kind).await?;
     let operator = args.operator.operator(Uuid::now_v7());
     let EachClosed { findings, tried, paused } = match args.although_paused {
         true => EachClosed { findings: close_each(&closer, &ids, &operator).await, tried: ids.len(), paused: None },
@@ -157,14 +156,18 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
         return Ok(bulk.nothing(&with_not_due(Progress::default(), not_due), "none of them is overdue"));
     }
     bulk.ask()?;
-    let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
-    orders_statements::require_attempts_are_asked_about(&database, &args.of.kind, &statements.close).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
+    let closer = closer_of(database, settings, &args.of.kind).await?;
     let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
     let unless_paused = (!args.although_paused).then_some(&args.of.kind);
     let work = close_many(&closer, &overdue, &operator, bulk.rate(), unless_paused, &stop, bulk.shows_progress());
     let progress = with_not_due(Bulk::until_stopped(&stop, work).await?, not_due);
     Ok(bulk.report(&progress, "run the same command again to close the rest"))
+}
+
+async fn closer_of(database: Database, settings: &Settings, kind: &Kind) -> anyhow::Result<Closer> {
+    let statements = orders_statements::statements(&database, settings, kind).await?;
+    orders_statements::require_attempts_are_asked_about(&database, kind, &statements.close).await?;
+    Ok(Closer::prepare(WarmConnections::new(database), statements.close).await?)
 }
 
 /// The statement would answer the same for orders that were not due when they were chosen.

@@ -94,12 +94,16 @@ pub(super) fn lateness(ms: f64) -> String {
 /// A time to the second, with its date: `2026-11-20 10:30:00`. The whole is in the element's title.
 pub(super) fn time(rfc3339: &str) -> Markup {
     let text = rfc3339.get(..19).unwrap_or(rfc3339).replacen('T', " ", 1);
-    html! { time datetime=(rfc3339) title=(rfc3339) { (text) } }
+    element(rfc3339, &text)
 }
 
 /// The same to the millisecond, where the order of moments matters.
 pub(super) fn precise(rfc3339: &str) -> Markup {
     let text = rfc3339.get(..23).unwrap_or(rfc3339).trim_end_matches('Z').replacen('T', " ", 1);
+    element(rfc3339, &text)
+}
+
+fn element(rfc3339: &str, text: &str) -> Markup {
     html! { time datetime=(rfc3339) title=(rfc3339) { (text) } }
 }
 
@@ -114,7 +118,7 @@ pub(super) fn when(rfc3339: &str, now: &str) -> Markup {
         true => format!("in {}", about(at.since(present))),
         false => format!("{} ago", about(present.since(at))),
     };
-    html! { span { time datetime=(rfc3339) title=(rfc3339) { (text) } " " span.note { (distance) } } }
+    html! { span { (element(rfc3339, &text)) " " span.note { (distance) } } }
 }
 
 /// A time that has passed. `now` may be some seconds old.

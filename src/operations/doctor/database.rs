@@ -14,38 +14,13 @@ use crate::postgres::{self, Database, DatabaseError, one_line};
 /// README, "It needs": PostgreSQL 13.
 const OLDEST_VERSION: i32 = 130_000;
 
-/// Checks that need a connection.
+/// Checks that need a connection; the first [`WITHOUT_TABLES`] of them nothing else.
 const CONNECTED: [Cause; 22] = {
     use Cause as C;
     [
         C::DatabaseVersion,
-        C::ReadOnly,
         C::Schema,
-        C::DatabaseRights,
         C::DatabaseConnections,
-        C::TimeZone,
-        C::OrdersContract,
-        C::SlowOverdueQuery,
-        C::FirstBacklog,
-        C::NoWorker,
-        C::OrdersOverdue,
-        C::KindNotStarted,
-        C::KindNotServed,
-        C::WorkersDisagree,
-        C::OutboxUnreadable,
-        C::RelayStalled,
-        C::Reminders,
-        C::ParkedAlarms,
-        C::AlarmsNotArriving,
-        C::SlotNotConfirming,
-        C::AlarmsCirculate,
-        C::UnreadableMessage,
-    ]
-};
-/// Those among them that need our tables.
-const MIGRATED: [Cause; 19] = {
-    use Cause as C;
-    [
         C::DatabaseRights,
         C::ReadOnly,
         C::TimeZone,
@@ -67,6 +42,9 @@ const MIGRATED: [Cause; 19] = {
         C::UnreadableMessage,
     ]
 };
+const WITHOUT_TABLES: usize = 3;
+/// Those that need our tables as well.
+const MIGRATED: &[Cause] = CONNECTED.split_at(WITHOUT_TABLES).1;
 
 /// Returns the database if it has our tables.
 pub(super) async fn examine(settings: &Settings, checks: &mut Checks) -> Option<Database> {
@@ -102,7 +80,7 @@ async fn is_migrated(database: &Database, Facts { role, forbidden, .. }: &Facts,
     if !forbidden.is_empty() {
         let grants: Vec<String> = forbidden.iter().map(|right| format!("GRANT {right} TO {role}")).collect();
         let what = format!("the role {role} lacks {}", forbidden.join(", "));
-        checks.skip(&MIGRATED, "the migrations cannot be read");
+        checks.skip(MIGRATED, "the migrations cannot be read");
         checks.not_known(Cause::Schema, "the migrations cannot be read");
         checks.error(
             Problem::new(Cause::DatabaseRights, what, grants.join("; ")).because("a worker does not start without it"),
@@ -114,7 +92,7 @@ async fn is_migrated(database: &Database, Facts { role, forbidden, .. }: &Facts,
         Problem::new(Cause::Schema, fault.to_string(), "run `order-timeout setup` as the owner of the schema")
             .because("a worker does not start on it"),
     );
-    checks.skip(&MIGRATED, "the schema lacks migrations");
+    checks.skip(MIGRATED, "the schema lacks migrations");
     false
 }
 

@@ -3,7 +3,9 @@
 //!
 //! Pure. A sequential test (CUSUM): each woken order weighs for one of two shares, and the sum never falls below zero.
 
-use super::{FEW, Minute, Trip, Window};
+use std::iter::Sum;
+
+use super::{FEW, Minute, MinuteCounts, Trip, Window};
 
 /// What is as usual: half of the usual share, so that neither a night nor a campaign counts as evidence.
 const AS_USUAL: f64 = 0.5;
@@ -50,6 +52,15 @@ impl Woken {
     #[allow(clippy::cast_precision_loss)] // far fewer orders than would lose precision
     pub fn usual_share(&self) -> Option<f64> {
         (self.orders() >= LEAST_WOKEN && self.paid >= FEW).then(|| self.paid as f64 / self.orders() as f64)
+    }
+}
+
+impl<'a> Sum<&'a MinuteCounts> for Woken {
+    fn sum<I: Iterator<Item = &'a MinuteCounts>>(minutes: I) -> Self {
+        minutes.fold(Self::default(), |mut all, one| {
+            all.add(&one.woken);
+            all
+        })
     }
 }
 

@@ -48,8 +48,7 @@ impl Usual {
             let busiest = &closes[..(closes.len() / BUSIEST_PART).max(1)];
             busiest.iter().sum::<u64>() as f64 / busiest.len() as f64
         });
-        let mut woken = Woken::default();
-        minutes.iter().filter(|one| one.minute <= now).for_each(|one| woken.add(&one.woken));
+        let woken: Woken = minutes.iter().filter(|one| one.minute <= now).sum();
         let mut asked = ProviderCounts::default();
         earlier().for_each(|one| asked.add(&one.answers));
         let paid_at_provider = (asked.asked >= LEAST_ASKED).then(|| asked.paid as f64 / asked.asked as f64);
@@ -158,9 +157,7 @@ impl Window<'_> {
 
     /// The orders that alarms woke in these minutes.
     pub(super) fn woken_in(&self, minutes: impl RangeBounds<Minute>) -> Woken {
-        let mut woken = Woken::default();
-        self.minutes.iter().filter(|one| minutes.contains(&one.minute)).for_each(|one| woken.add(&one.woken));
-        woken
+        self.minutes.iter().filter(|one| minutes.contains(&one.minute)).sum()
     }
 }
 

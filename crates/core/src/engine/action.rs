@@ -25,7 +25,7 @@ pub enum Action {
     Settle(Vec<(Receipt, Settlement)>),
     /// Write a pause of closing down, for this reason, then report `Input::ClosingPaused`. Nothing is closed meanwhile.
     PauseClosing(Trip),
-    /// Share what was counted now, then report `Input::BrakeLimits`. Nothing is closed meanwhile.
+    /// Share what was counted now, then report `Input::BrakeLimits` or `Input::BrakeNotJudged`. Nothing is closed meanwhile.
     ReportCounts,
     /// Look for overdue orders, then report `Input::Swept` or `Input::NotSwept`.
     Sweep(SweepPage),
