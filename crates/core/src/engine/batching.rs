@@ -33,12 +33,13 @@ impl Engine {
             None => {
                 let ready = |source: &ReadySource| self.source_ready_at(*source).is_some_and(|at| at <= now);
                 // An order that was read ahead is known to be due. Alarms may be a flood for orders that do not exist, most
-                // likely those that came after their deadlines.
+                // likely those that came after their deadlines; if they are not, they are late already.
                 let looked_ahead = ready(&ReadySource::LookedAhead);
-                let fresh = self.may_be_flooded() && ready(&ReadySource::Fresh);
+                let timely = looked_ahead || ready(&ReadySource::Fresh);
+                let late_has_waited = self.late_has_waited_at().is_some_and(|at| at <= now);
                 let waits = |source| match source {
-                    ReadySource::Fresh => looked_ahead,
-                    ReadySource::Late => looked_ahead || fresh,
+                    ReadySource::Fresh => looked_ahead && self.may_be_flooded(),
+                    ReadySource::Late => timely && !late_has_waited,
                     _ => false,
                 };
                 let ready = ReadySource::ALL.into_iter().filter(ready);
@@ -46,6 +47,9 @@ impl Engine {
                     ready.min_by_key(|source| (waits(*source), self.yields(*source), self.ready.since(*source)))?;
                 if self.idle_closers == 1 {
                     self.retries_had_last_closer = source.is_retry();
+                }
+                if source == ReadySource::Late {
+                    self.late_taken_at = Some(now);
                 }
                 self.take_from(source, room, now)
             }
@@ -81,7 +85,7 @@ impl Engine {
             ReadySource::Fresh => self.ready.fresh.ready_at(size, linger),
             ReadySource::LookedAhead => self.ready.looked_ahead.ready_at(size, linger),
             // What falls due next finds a closer, however many alarms came late.
-            ReadySource::Late if self.may_be_flooded() && !self.leaves_a_closer() => None,
+            ReadySource::Late if self.may_be_flooded() && !self.leaves_a_closer() => self.late_has_waited_at(),
             ReadySource::Late => self.ready.late.ready_at(size, linger),
             ReadySource::Overdue => self.ready.overdue.ready_at(size, Duration::ZERO),
             // Not sooner for a full batch: all of them wait only for another session to finish.
@@ -96,6 +100,12 @@ impl Engine {
     /// that forever.
     fn retry_ready_at(&self, ready_at: Option<Timestamp>) -> Option<Timestamp> {
         if self.leaves_a_closer() { ready_at } else { Some(ready_at? + self.policy.longest_overdue_pause()) }
+    }
+
+    /// When late alarms no longer wait for timely ones: one batch of them goes however many there are.
+    fn late_has_waited_at(&self) -> Option<Timestamp> {
+        let since = self.ready.late.since()?;
+        Some(self.late_taken_at.map_or(since, |taken| taken.max(since)) + self.policy.longest_overdue_pause())
     }
 
     /// Whether alarms arrive, and not in time.

@@ -100,6 +100,8 @@ pub struct Engine {
     in_flight: HashMap<OrderId, u32>,
     idle_closers: usize,
     retries_had_last_closer: bool,
+    /// When the last batch of late alarms went to a closer.
+    late_taken_at: Option<Timestamp>,
     availability: Availability,
     sweep: Sweep,
     look_ahead: LookAhead,
@@ -141,6 +143,7 @@ impl Engine {
             in_flight: HashMap::new(),
             idle_closers,
             retries_had_last_closer: false,
+            late_taken_at: None,
             availability: Availability::default(),
             sweep: Sweep::new(),
             look_ahead: LookAhead::new(),
@@ -422,6 +425,7 @@ impl Engine {
             self.place(item, now, now);
         }
         self.ready.clock_was_set_back(now);
+        self.late_taken_at = None;
         self.lock_waits.clock_was_set_back();
         self.availability.clock_was_set_back(now);
         self.rearm_retries.clock_was_set_back(now);

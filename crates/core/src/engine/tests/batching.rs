@@ -51,6 +51,32 @@ fn late_alarm_never_waits_for_locks() {
 }
 
 #[test]
+fn late_alarms_wait_for_timely_ones_but_not_forever() {
+    let mut engine = Engine::new(Policy { closers: 1, ..policy() });
+    let deadline = at_ms(1_000);
+    let mut now = deadline + policy().sweep_grace + Duration::from_millis(1);
+    for tag in 1..=9 {
+        engine.handle(delivered(&format!("late-{tag}"), deadline, 1, tag), now);
+    }
+    let until = now + 3 * policy().longest_overdue_pause();
+    let mut taken = Vec::new();
+    for tag in 10.. {
+        if now > until {
+            break;
+        }
+        engine.handle(delivered(&format!("timely-{tag}"), now, 1, tag), now);
+        now = now + policy().linger;
+        for action in actions(&mut engine, now) {
+            let Action::Close(batch) = action else { continue };
+            taken.push(names(&batch)[0].split('-').next().unwrap().to_owned());
+            finish(&mut engine, batch, &found(Outcome::Closed), now);
+        }
+    }
+    assert_eq!(taken[0], "timely");
+    assert_eq!(taken.iter().filter(|first| *first == "late").count(), 3, "{taken:?}");
+}
+
+#[test]
 fn late_crowd_waits_for_locks_like_fresh() {
     let waits = |engine: &mut Engine, now| {
         let waits: Vec<_> =
