@@ -1,6 +1,7 @@
 //! The log line about closed orders: how many, by which path, and how late.
 //!
-//! At info, at most once a minute; the first close of a worker is logged at once, and the last ones when it stops. Counts only, and names no order.
+//! At info, at most once a minute; the first close of a worker is logged at once, and the last ones when it stops. Counts
+//! only, and names no order.
 
 use std::time::Duration;
 
@@ -59,6 +60,13 @@ impl CloseLog {
         }
     }
 
+    /// Logs what was noted, if there is anything: of a worker that stops.
+    pub fn log_last(&mut self) {
+        if self.closed != Closed::default() {
+            self.log();
+        }
+    }
+
     fn log(&mut self) {
         let mut closed = std::mem::take(&mut self.closed);
         let (lateness_p50_ms, lateness_max_ms) = (millis(closed.median()), millis(closed.longest));
@@ -73,15 +81,6 @@ impl CloseLog {
             lateness_max_ms,
             "orders closed since the last line like this one"
         );
-    }
-}
-
-impl Drop for CloseLog {
-    /// A worker that stops says what it has closed last.
-    fn drop(&mut self) {
-        if self.closed != Closed::default() {
-            self.log();
-        }
     }
 }
 

@@ -257,6 +257,11 @@ impl KindRecorder {
         self.close_log.lock().unwrap_or_else(PoisonError::into_inner).log_due();
     }
 
+    /// Logs the last ones, of a worker that stops.
+    pub fn log_last_closed(&self) {
+        self.close_log.lock().unwrap_or_else(PoisonError::into_inner).log_last();
+    }
+
     /// Compares each alarm's deadline with its row's. Orders that the sweep found have no alarm.
     fn compare_zones(&self, batch: &Batch, findings: &HashMap<OrderId, CloseResult>) {
         if batch.by != ClosedBy::Alarm {

@@ -141,6 +141,7 @@ impl EventLoop {
                 () = tokio::time::sleep_until(wake_at) => {}
             }
         }
+        self.recorder.log_last_closed();
         self.outputs.phase.send_replace(Phase::Close);
     }
 

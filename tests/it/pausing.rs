@@ -262,6 +262,7 @@ fn page_pauses_and_resumes_after_login() {
         let page = api::ask(worker.http.unwrap(), "GET", "/pauses", &[("Cookie", &cookie)], "").await.body;
         assert!(page.contains("&lt;b&gt;no callbacks") && page.contains("operator: night &lt;shift&gt;"), "{page}");
         assert!(page.contains("action=\"/pauses/resume\"") && !page.contains("name=\"yes\""), "{page}");
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
         env.orders(21, Duration::ZERO).await;
         let page = api::ask(worker.http.unwrap(), "GET", "/pauses", &[("Cookie", &cookie)], "").await.body;
         assert!(page.contains("Kind order: 21 order(s) are due") && page.contains("name=\"yes\""), "{page}");
