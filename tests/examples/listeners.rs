@@ -1,4 +1,4 @@
-//! The listeners that docs/LISTENING.md prints run against a real broker and a real worker, each with the client library
+//! The listeners that docs/LISTENING.md names run against a real broker and a real worker, each with the client library
 //! of its language. A library that cannot be had on this machine is reported as skipped.
 
 use std::io::{BufRead, BufReader};
