@@ -266,7 +266,7 @@ impl fmt::Display for Meaning {
             Self::Refunded => f.write_str("refunded"),
             Self::NotKnown => f.write_str("not known"),
             Self::Unknown(why) => write!(f, "unknown: {why}"),
-            Self::AskAgain => f.write_str("its state is asked for, and is the answer"),
+            Self::AskAgain => f.write_str("what `ask` then says"),
         }
     }
 }
@@ -285,13 +285,28 @@ impl fmt::Display for NotKnown {
     }
 }
 
-/// A table as Markdown, for the documents.
+/// A table as Markdown, for the documents. Neighbouring rows that differ in one text alone are one line.
 #[must_use]
 pub fn markdown(table: &Table) -> String {
     let mut text = String::from("| call | HTTP | answer | means | source |\n| --- | --- | --- | --- | --- |\n");
-    for row in table.rows {
-        let calls: Vec<_> = row.calls.iter().map(|call| if *call == Call::Ask { "ask" } else { "cancel" }).collect();
-        let fields: Vec<_> = row.fields.iter().map(Field::to_string).collect();
+    let mut rows = table.rows;
+    while let [row, others @ ..] = rows {
+        let call = match row.calls {
+            [Call::Ask] => "ask",
+            [Call::Cancel] => "cancel",
+            _ => "both",
+        };
+        let mut fields: Vec<_> = row.fields.iter().map(Field::to_string).collect();
+        let varying = others.first().and_then(|other| varying_text(row, other));
+        let alike = others.iter().take_while(|other| varying.is_some() && varying_text(row, other) == varying).count();
+        if let Some(index) = varying {
+            for other in &others[..alike] {
+                if let Is::Text(value) = other.fields[index].is {
+                    let _ = write!(fields[index], " or `{value}`");
+                }
+            }
+        }
+        rows = &others[alike..];
         let said = match (row.resource, fields.is_empty()) {
             (resource, true) => resource.to_owned(),
             ("", false) => fields.join(", "),
@@ -302,9 +317,24 @@ pub fn markdown(table: &Table) -> String {
             Meaning::NotKnown => table.not_known.to_string(),
             meaning => meaning.to_string(),
         };
-        let _ = writeln!(text, "| {} | {http_status} | {said} | {meaning} | {source} |", calls.join(", "));
+        let _ = writeln!(text, "| {call} | {http_status} | {said} | {meaning} | {source} |");
     }
     text
+}
+
+/// The index of the field in whose text alone the rows differ.
+fn varying_text(one: &Row, other: &Row) -> Option<usize> {
+    if one.fields.len() != other.fields.len() || *one != (Row { fields: one.fields, ..*other }) {
+        return None;
+    }
+    let mut varying = (0..one.fields.len()).filter(|&index| one.fields[index] != other.fields[index]);
+    let index = varying.next().filter(|_| varying.next().is_none())?;
+    match (one.fields[index], other.fields[index]) {
+        (Field { pointer, is: Is::Text(_) }, Field { pointer: same, is: Is::Text(_) }) if pointer == same => {
+            Some(index)
+        }
+        _ => None,
+    }
 }
 
 #[cfg(test)]
