@@ -50,6 +50,8 @@ async fn resume(env: &TestEnv) {
 async fn sell(env: &TestEnv, callbacks_arrive: bool, least: i64, of: &'static str) -> Vec<Uuid> {
     let (mut numbers, mut missing) = (0_u32.., Vec::new());
     let mut tenths = tokio::time::interval(Duration::from_millis(100));
+    // A machine that stalls must not sell in one moment what it did not sell meanwhile.
+    tenths.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while env.count(of).await < least {
         tenths.tick().await;
         let orders = env.orders(3, Duration::from_secs(1)).await;
