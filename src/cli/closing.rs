@@ -146,7 +146,7 @@ async fn retry(database: &Database, args: &RetryArgs) -> anyhow::Result<CommandO
     }
     for id in ids.iter().filter(|id| !retried.iter().any(|one| one == id.as_str())) {
         output.code = 1;
-        output.remark(format!("order {id} is not unresolved; `order-timeout show {id}` says what it is"));
+        output.remark(format!("order {id} is not unresolved; `order-timeout explain {id}` says what it is"));
     }
     if args.reason.is_some() && retried.is_empty() {
         bail!("no order is unresolved for this reason; `order-timeout closing list` shows the reasons");

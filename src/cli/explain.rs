@@ -32,7 +32,7 @@ pub async fn run(args: &ExplainArgs, settings: Settings) -> anyhow::Result<Comma
     let kind = &args.of.kind;
     let orders = OrdersTable::open(database.clone(), &settings, kind).await?;
     let told = explain(&database, &orders, kind, &order_id).await.map_err(|error| DatabaseError(one_line(&error)))?;
-    let mut output = CommandOutcome { code: u8::from(told.exists == Some(false)), ..CommandOutcome::default() };
+    let mut output = CommandOutcome { code: u8::from(told.story.exists == Some(false)), ..CommandOutcome::default() };
     if args.json {
         output.line(json!(told));
     } else {
@@ -42,21 +42,21 @@ pub async fn run(args: &ExplainArgs, settings: Settings) -> anyhow::Result<Comma
 }
 
 fn write_story(told: &Explanation, to: &mut CommandOutcome) {
-    to.line(format!("order {}: {}", told.order_id, told.summary));
+    to.line(format!("order {}: {}", told.story.order_id, told.summary));
     if let Some(open) = &told.open {
         to.line(format!("open because {}", open.because));
         to.line(format!("what to do: {}", open.what_to_do));
     }
     let mut now_is_shown = false;
     for Moment { at, source, what } in &told.moments {
-        if !now_is_shown && at.as_str() > told.at.as_str() {
-            to.indented(format!("{:<27}  {:<17}  now", told.at, ""));
+        if !now_is_shown && at.as_str() > told.story.at.as_str() {
+            to.indented(format!("{:<27}  {:<17}  now", told.story.at, ""));
             now_is_shown = true;
         }
         // Text from outside is escaped line by line.
         to.indented(format!("{at:<27}  {:<17}  {what}", source.table()));
     }
-    for NotKnown { what, why } in &told.not_known {
+    for NotKnown { what, why } in &told.story.not_known {
         to.line(format!("not known: {what}: {why}"));
     }
 }

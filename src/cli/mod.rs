@@ -20,7 +20,6 @@ mod provider;
 pub mod schedule;
 mod schedule_check;
 pub mod setup;
-pub mod show;
 mod signals;
 pub mod sql;
 pub mod status;
@@ -137,7 +136,6 @@ impl Cli {
             Command::Worker(_)
             | Command::Status(_)
             | Command::Doctor(_)
-            | Command::Show(_)
             | Command::Explain(_)
             | Command::Pending(_)
             | Command::Forecast(_)
@@ -313,13 +311,11 @@ pub enum Command {
     Health(health::HealthArgs),
     /// Schedule the alarm of one order by hand
     Schedule(schedule::ScheduleArgs),
-    /// Show what is unpaid, due soon and overdue, who paused closing and why, what waits, what is parked, and which workers run
+    /// Show what is overdue, who paused closing and why, what waits, what is parked, and which workers run
     Status(status::StatusArgs),
     /// Find what keeps orders from being closed on time, say why it matters and how to fix it; exit code 1 for warnings, 2
     /// for errors
     Doctor(doctor::DoctorArgs),
-    /// Show one order by table: its row, alarms, events and history, and why it is still open
-    Show(show::ShowArgs),
     /// Tell one order's story in time: what happened when, why it is still open, and what to do
     Explain(explain::ExplainArgs),
     /// List what falls due, by time and text, page by page
@@ -370,7 +366,6 @@ impl Command {
             | Self::Health(_)
             | Self::Status(_)
             | Self::Doctor(_)
-            | Self::Show(_)
             | Self::Explain(_)
             | Self::Pending(_)
             | Self::Forecast(_)
@@ -392,8 +387,6 @@ impl Command {
     /// The kind whose orders it reads or changes.
     fn kind(&self) -> Option<&Kind> {
         let of = match self {
-            Self::Status(args) => &args.of,
-            Self::Show(args) => &args.of,
             Self::Explain(args) => &args.of,
             Self::Pending(args) => &args.of,
             Self::Forecast(args) => &args.of,
@@ -427,7 +420,6 @@ impl Command {
             Self::Schedule(args) => schedule::run(args, settings).await,
             Self::Status(args) => status::run(&args, settings).await,
             Self::Doctor(args) => doctor::run(args, settings).await,
-            Self::Show(args) => show::run(&args, settings).await,
             Self::Explain(args) => explain::run(&args, settings).await,
             Self::Pending(args) => pending::run(args, settings).await,
             Self::Forecast(args) => forecast::run(&args, settings).await,

@@ -3,24 +3,18 @@
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::{CommandOutcome, OfKind, short_duration};
+use crate::cli::{CommandOutcome, short_duration};
 use crate::config::Settings;
 use crate::operations::NotKnown;
+use crate::operations::late_payments::OpenLateMoney;
 use crate::operations::orders_table::OrdersTable;
-use crate::operations::status::{Outbox, Overdue, ParkedForReason, RegisteredWorker, Status, status};
-use crate::operations::unresolved::WaitingAtProvider;
+use crate::operations::status::{Outbox, Overdue, OverdueOfKind, ParkedForReason, RegisteredWorker, Status, status};
+use crate::operations::unresolved::{UnresolvedForReason, WaitingAtProvider};
 use crate::postgres::{self, Database, DatabaseError, one_line};
-
-/// Heights of a bar, in eighths of the highest.
-const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// A minute in which no order is due.
-const NO_BAR: char = '·';
 
 /// Arguments of `status`.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
-    #[command(flatten)]
-    pub(super) of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,
@@ -31,8 +25,14 @@ pub struct StatusArgs {
 pub async fn run(args: &StatusArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let orders = OrdersTable::open(database.clone(), &settings, &args.of.kind).await?;
-    let status = status(&database, &orders).await.map_err(|error| DatabaseError(one_line(&error)))?;
+    let mut tables = Vec::new();
+    for kind in settings.all_kinds() {
+        let table = OrdersTable::open(database.clone(), &settings, &kind).await;
+        tables.push((kind, table.map_err(|error| error.to_string())));
+    }
+    let tables: Vec<_> =
+        tables.iter().map(|(kind, table)| (kind.clone(), table.as_ref().map_err(Clone::clone))).collect();
+    let status = status(&database, &tables).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut output = CommandOutcome::default();
     if args.json {
         output.line(json!(status));
@@ -45,19 +45,14 @@ pub async fn run(args: &StatusArgs, settings: Settings) -> anyhow::Result<Comman
 fn write_status(status: &Status, to: &mut CommandOutcome) {
     let mut entry = |name: &str, value: String| to.line(format!("{name:<22}{value}"));
     entry("database time", status.at.clone());
-    if let Some(unpaid) = status.unpaid {
-        entry("unpaid orders", unpaid.to_string());
-    }
     for pause in status.paused.iter().flatten() {
         entry("closing", pause.sentence());
     }
-    if let Some(overdue) = &status.overdue {
-        entry("overdue", overdue_in_words(overdue));
-    }
-    if let Some(minutes) = &status.due_by_minute {
-        entry("due in the next hour", due_in_words(minutes));
-        if minutes.iter().any(|orders| *orders > 0) {
-            entry("", bars(minutes));
+    for OverdueOfKind { kind, overdue, not_known } in &status.kinds {
+        let name = if status.kinds.len() == 1 { "overdue".to_owned() } else { format!("overdue, {kind}") };
+        match (overdue, not_known) {
+            (Some(overdue), _) => entry(&name, overdue_in_words(overdue)),
+            (None, why) => entry(&name, format!("not known: {}", why.as_deref().unwrap_or_default())),
         }
     }
     for (name, outbox) in [("outbox of alarms", &status.alarm_outbox), ("outbox of events", &status.event_outbox)] {
@@ -67,6 +62,12 @@ fn write_status(status: &Status, to: &mut CommandOutcome) {
     }
     if let Some(parked) = &status.parked {
         entry("parked alarms", parked_in_words(parked));
+    }
+    for OpenLateMoney { payments, sum } in status.late_money.iter().flatten() {
+        entry("late money", format!("{payments} payments, {sum}"));
+    }
+    for UnresolvedForReason { reason, orders, .. } in status.unresolved.iter().flatten() {
+        entry("unresolved", format!("{orders} {reason}"));
     }
     for at in status.at_providers.iter().flatten() {
         entry("at a provider", at_provider_in_words(at));
@@ -92,25 +93,6 @@ fn overdue_in_words(Overdue { orders, is_at_least, oldest, oldest_s }: &Overdue)
         (Some(oldest), Some(seconds)) => format!("{at_least}{orders}, the oldest since {oldest} ({})", age(*seconds)),
         _ => format!("{at_least}{orders}"),
     }
-}
-
-fn due_in_words(minutes: &[u64]) -> String {
-    let (all, most) = (minutes.iter().sum::<u64>(), minutes.iter().max().copied().unwrap_or_default());
-    match minutes.iter().position(|orders| *orders == most) {
-        Some(minute) if most > 0 => format!("{all}, at most {most} in a minute, {minute} min from now"),
-        _ => all.to_string(),
-    }
-}
-
-/// A column for each minute.
-fn bars(minutes: &[u64]) -> String {
-    let most = minutes.iter().max().copied().unwrap_or_default();
-    let bar = |orders: &u64| match orders * BARS.len() as u64 {
-        0 => NO_BAR,
-        // The highest is the last bar; any order is at least the first.
-        scaled => usize::try_from(scaled.div_ceil(most) - 1).ok().and_then(|at| BARS.get(at)).copied().unwrap_or('█'),
-    };
-    minutes.iter().map(bar).collect()
 }
 
 fn outbox_in_words(outbox: &Outbox) -> String {
@@ -154,17 +136,4 @@ fn worker_in_words(worker: &RegisteredWorker) -> String {
         "{host} pid {pid}, version {version}, namespace {namespace}{kinds}, since {since}, seen {} ago{ended}",
         age(*last_seen_s)
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bars_show_minutes_in_proportion() {
-        assert_eq!(bars(&[0, 1, 400, 800]), "·▁▄█");
-        assert_eq!(bars(&[0, 1]), "·█");
-        assert_eq!(due_in_words(&[0, 3, 9]), "12, at most 9 in a minute, 2 min from now");
-        assert_eq!(due_in_words(&[0, 0]), "0");
-    }
 }

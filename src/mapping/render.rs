@@ -32,9 +32,7 @@ pub struct Questions {
     pub row: String,
     /// The same, of an order whose row no other session holds.
     pub free_row: String,
-    /// How many orders are open and not paid.
-    pub unpaid: String,
-    /// How many of them have a deadline that no order can have, one of these deadlines as Postgres prints it, and how many have
+    /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as Postgres prints it, and how many have
     /// an id that no message can carry.
     pub unusable: String,
 }
@@ -48,7 +46,6 @@ pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result
     let questions = Questions {
         row: parts.row(""),
         free_row: parts.row("\n    FOR NO KEY UPDATE SKIP LOCKED"),
-        unpaid: parts.unpaid(),
         unusable: parts.unusable(),
     };
     let (close, overdue, deadline, index) = (parts.close()?, parts.overdue(), parts.deadline(), parts.index());
@@ -448,10 +445,6 @@ impl<'a> Parts<'a> {
             asked = among(&self.id_columns(&alias), "ot_asked", "k"),
             malformed = self.is_malformed(),
         )
-    }
-
-    fn unpaid(&self) -> String {
-        format!("SELECT count(*) FROM {} AS {} WHERE {}", self.orders(), self.alias(), self.is_unpaid())
     }
 
     fn unusable(&self) -> String {

@@ -1,7 +1,7 @@
 //! One order's story in time, out of data that is kept anyway: what happened when, according to which table, why it is
 //! still open, and what to do about that.
 //!
-//! Reads only, apart from a row lock that is given back at once (`show.rs`). Tells nothing that is not recorded: what no
+//! Reads only, apart from a row lock that is given back at once (`order_story.rs`). Tells nothing that is not recorded: what no
 //! table keeps is listed with the reason.
 
 use std::time::Duration;
@@ -14,9 +14,9 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use super::open_cause::{rounded, rounds_in_words, what_to_do};
+use super::order_story::{self, AlarmRow, ClaimRow, EventRow, HistoryRow, OrderStory, ParkedRow, scan, time};
 use super::orders_table::due::Money;
 use super::orders_table::{OrdersTable, RowDates};
-use super::show::{AlarmRow, ClaimRow, EventRow, HistoryRow, OrderStory, ParkedRow, scan, show, time};
 use super::{NotKnown, known};
 use crate::postgres::closing_pauses::{self, EndedPause, Pause};
 use crate::postgres::{Database, one_line};
@@ -27,26 +27,16 @@ const MOST_PAUSES: i64 = 100;
 /// An order's story. `None` is unknown, and `not_known` says why.
 #[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
 pub struct Explanation {
-    /// As it was asked for.
-    #[schema(value_type = String)]
-    pub kind: Kind,
-    /// As it was asked for.
-    #[schema(value_type = String)]
-    pub order_id: OrderId,
-    /// The database's time, RFC 3339.
-    pub at: String,
+    /// What the tables keep of it.
+    #[serde(flatten)]
+    pub story: OrderStory,
     /// The order in one sentence.
     pub summary: String,
-    /// Whether the orders table has it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub exists: Option<bool>,
     /// Present if the order is open.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub open: Option<Open>,
     /// What happened, and what is going to, in the order of time.
     pub moments: Vec<Moment>,
-    /// What could not be found out, and why.
-    pub not_known: Vec<NotKnown>,
 }
 
 /// Why an order is open.
@@ -121,7 +111,7 @@ pub async fn explain(
     kind: &Kind,
     order_id: &OrderId,
 ) -> Result<Explanation, sqlx::Error> {
-    let mut story = show(database, orders, kind, order_id).await?;
+    let mut story = order_story::read(database, orders, kind, order_id).await?;
     let mut not_known = std::mem::take(&mut story.not_known);
     let dates = known("dates", orders.dates(order_id).await, &mut not_known).flatten();
     let attempts = known("payment attempts", attempts(database, order_id).await, &mut not_known);
@@ -141,8 +131,7 @@ pub async fn explain(
         what_to_do: what_to_do(cause, story.row.as_ref().and_then(|row| row.status.as_deref())),
     });
     let summary = summary(&story, dates.as_ref());
-    let OrderStory { kind, order_id, at, exists, .. } = story;
-    Ok(Explanation { kind, order_id, at, summary, exists, open, moments, not_known })
+    Ok(Explanation { story: OrderStory { not_known, ..story }, summary, open, moments })
 }
 
 /// What no table keeps, although an operator may expect it here.

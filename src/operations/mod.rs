@@ -13,9 +13,9 @@ pub mod forecast;
 pub mod late_payments;
 pub mod move_deadlines;
 pub mod open_cause;
+mod order_story;
 pub mod orders_statements;
 pub mod orders_table;
-pub mod overview;
 pub mod paced;
 pub mod parked;
 pub mod pause_closing;
@@ -24,7 +24,6 @@ pub mod preview;
 pub mod prune_slots;
 pub mod recent_closes;
 pub mod reminders;
-pub mod show;
 pub mod status;
 pub mod unresolved;
 

@@ -1,4 +1,4 @@
-//! Why an order is still open, out of what `show.rs` has read, and what to do about that.
+//! Why an order is still open, out of what `order_story.rs` has read, and what to do about that.
 //!
 //! Pure.
 
@@ -8,9 +8,9 @@ use std::time::Duration;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
 
+use super::order_story::{AlarmRow, ClaimRow, ParkedRow};
 use super::orders_table::OrderRow;
 use super::pause_closing::HOW_TO_RESUME;
-use super::show::{AlarmRow, ClaimRow, ParkedRow};
 use super::unresolved;
 use crate::postgres::closing_pauses::Pause;
 use crate::postgres::lock_holders::LockHolder;

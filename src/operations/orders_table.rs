@@ -28,8 +28,6 @@ const CHANGED_DEFAULTS: [&str; 4] = ["orders", "stock", "reserved_resources", "o
 const PAGE_SIZE: usize = 1_000;
 /// Overdue orders that are counted, or searched for one order, in a table of the shop's own.
 const MOST_OVERDUE: usize = 10_000;
-/// Minutes of the forecast.
-pub const FORECAST_MINUTES: usize = 60;
 
 /// The status of a text that is no id of a mapped table.
 const MALFORMED: &str = "malformed";
@@ -163,52 +161,6 @@ impl OrdersTable {
     #[must_use]
     pub fn is_of_the_shop(&self) -> bool {
         self.overdue.is_some()
-    }
-
-    /// Counts unpaid orders.
-    ///
-    /// # Errors
-    /// [`Unknown`] for statements of the shop's own, or if the query fails.
-    pub async fn unpaid(&self) -> Result<u64, Unknown> {
-        let count = match &self.mapped {
-            Some(mapped) => mapped.unpaid.as_str(),
-            None => {
-                self.is_default("how many are unpaid")?;
-                "SELECT count(*) FROM orders WHERE status = 'unpaid'"
-            }
-        };
-        // Ours, or rendered from the operator's configuration.
-        let count = sqlx::query_scalar(AssertSqlSafe(count.to_owned()));
-        let count: i64 = self.read(async |connection| count.fetch_one(connection).await).await?;
-        Ok(count.unsigned_abs())
-    }
-
-    /// Counts the unpaid orders that are due in each of the next [`FORECAST_MINUTES`] minutes, counted from now.
-    ///
-    /// # Errors
-    /// As of [`Self::unpaid`].
-    pub async fn due_by_minute(&self) -> Result<Vec<u64>, Unknown> {
-        if let Some(sweeper) = &self.overdue {
-            return self.due_by_minute_by_statement(sweeper).await;
-        }
-        let count = sqlx::query(
-            "SELECT least(floor(extract(epoch FROM expires_at - statement_timestamp()) / 60), $1 - 1)::bigint AS minute,
-                    count(*) AS orders
-             FROM orders
-             WHERE status = 'unpaid' AND expires_at > statement_timestamp()
-               AND expires_at <= statement_timestamp() + make_interval(mins => $1::integer)
-             GROUP BY 1",
-        )
-        .bind(i32::try_from(FORECAST_MINUTES).unwrap_or(i32::MAX));
-        let rows = self.read(async |connection| count.fetch_all(connection).await).await?;
-        let mut minutes = vec![0; FORECAST_MINUTES];
-        for row in rows {
-            let (minute, orders): (i64, i64) = (get(&row, "minute")?, get(&row, "orders")?);
-            if let Some(counted) = usize::try_from(minute).ok().and_then(|minute| minutes.get_mut(minute)) {
-                *counted += orders.unsigned_abs();
-            }
-        }
-        Ok(minutes)
     }
 
     /// Counts overdue orders.

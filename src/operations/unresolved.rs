@@ -241,7 +241,7 @@ pub enum Decision<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum DecisionError {
     /// Nothing is to be decided.
-    #[error("order {0} is not unresolved; `order-timeout show {0}` says what it is")]
+    #[error("order {0} is not unresolved; `order-timeout explain {0}` says what it is")]
     NotUnresolved(OrderId),
     /// It is not known what was paid.
     #[error(

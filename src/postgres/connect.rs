@@ -154,7 +154,8 @@ pub(super) fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFile
             Some("28000") if fault.message().contains("client certificate") => {
                 "name one in database.client_cert_file and its key in database.client_key_file"
             }
-            Some("28000") if fault.message().contains("no encryption") => {
+            // PostgreSQL 13 says the latter.
+            Some("28000") if ["no encryption", "SSL off"].iter().any(|words| fault.message().contains(words)) => {
                 "if it wants TLS, write sslmode=verify-full in database.url"
             }
             Some("28P01" | "28000") => "check the user and password in database.url",

@@ -74,6 +74,8 @@ pub(super) struct Supervisor {
     missing_route: Arc<MissingRoute>,
     /// Whether a message is known that ends every session.
     unreadable: bool,
+    /// Whether an internal error of the broker ended the last session.
+    broker_failed: bool,
     recorder: KindRecorder,
 }
 
@@ -86,8 +88,19 @@ impl Supervisor {
         missing_route: Arc<MissingRoute>,
         recorder: KindRecorder,
     ) -> Self {
-        let (next_session, had_session, unreadable) = (FIRST_SESSION + 1, false, false);
-        Self { what, ack_batcher, phase, listeners, next_session, had_session, missing_route, unreadable, recorder }
+        let (next_session, had_session, unreadable, broker_failed) = (FIRST_SESSION + 1, false, false, false);
+        Self {
+            what,
+            ack_batcher,
+            phase,
+            listeners,
+            next_session,
+            had_session,
+            missing_route,
+            unreadable,
+            broker_failed,
+            recorder,
+        }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -163,7 +176,9 @@ impl Supervisor {
 
     /// If a message ended the session, it will end the next one too.
     fn note_unreadable(&mut self, end: &SessionEnd) {
-        if matches!(end.kind, EndKind::Unreadable | EndKind::BrokerFailed) {
+        // A broker also fails for other reasons, but then not twice in a row.
+        let ended_again = std::mem::replace(&mut self.broker_failed, end.kind == EndKind::BrokerFailed);
+        if end.kind == EndKind::Unreadable || end.kind == EndKind::BrokerFailed && ended_again {
             self.unreadable = true;
             let purge = purge_commands(&self.what.settings, &self.what.kind);
             let why = format!(
@@ -187,8 +202,11 @@ impl Supervisor {
         let mut declaring = None;
         loop {
             self.recorder.health.beat(Loop::Supervisor);
-            if opened.elapsed() >= STABLE_AFTER && std::mem::take(&mut self.unreadable) {
-                self.recorder.degraded(Cause::UnreadableMessage, None);
+            if opened.elapsed() >= STABLE_AFTER {
+                self.broker_failed = false;
+                if std::mem::take(&mut self.unreadable) {
+                    self.recorder.degraded(Cause::UnreadableMessage, None);
+                }
             }
             let phase = *self.phase.borrow_and_update();
             match phase {

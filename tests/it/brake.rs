@@ -45,6 +45,11 @@ async fn resume(env: &TestEnv) {
     assert_eq!(code, 0, "{said}{why}");
 }
 
+/// Orders that should have been closed, had no brake stopped that.
+const BEHIND: &str =
+    "SELECT count(*) FROM orders WHERE status = 'unpaid' AND expires_at < clock_timestamp() - interval '0.3 s'
+                        AND NOT EXISTS (SELECT FROM closing_pauses WHERE cause = 'brake' AND resumed_at IS NULL)";
+
 /// Thirty orders a second fall due until there are so many of something, and customers pay seven of ten. Returns those of
 /// which no callback arrived.
 async fn sell(env: &TestEnv, callbacks_arrive: bool, least: i64, of: &'static str) -> Vec<Uuid> {
@@ -54,6 +59,8 @@ async fn sell(env: &TestEnv, callbacks_arrive: bool, least: i64, of: &'static st
     tenths.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while env.count(of).await < least {
         tenths.tick().await;
+        // Nor may it sell on while the workers are behind.
+        wait_for("closes in time", async || env.count(BEHIND).await == 0 || env.count(of).await >= least).await;
         let orders = env.orders(3, Duration::from_secs(1)).await;
         env.deliver(&orders).await;
         for order in orders.iter().filter(|_| numbers.next().is_some_and(|number| number % 10 < 7)) {

@@ -134,7 +134,7 @@ fn names_wrong_environment_setting_and_its_origin() {
 /// The arguments of the commands that need the database.
 fn commands_with_a_database() -> Vec<Vec<&'static str>> {
     let commands =
-        ["setup", "worker", "status", "show 1", "close 1", "parked list", "parked retry --all", "parked drop --all"];
+        ["setup", "worker", "status", "explain 1", "close 1", "parked list", "parked retry --all", "parked drop --all"];
     commands.iter().map(|command| command.split(' ').collect()).collect()
 }
 
@@ -332,10 +332,10 @@ fn every_command_and_argument_has_help() {
     // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, status, doctor, show, explain, pending, forecast, deadline, close, pause,
+    // The program, setup, worker, health, schedule, status, doctor, explain, pending, forecast, deadline, close, pause,
     // resume, topology with prune, config, sql, adopt, completions, man, parked with its three, late with its
     // two, closing with its three, provider with its one.
-    assert_eq!(check(&cli, &[]), 35);
+    assert_eq!(check(&cli, &[]), 34);
 }
 
 #[test]
@@ -650,7 +650,7 @@ fn usage_errors_exit_with_2() {
         let own = ["orders.close_sql=a", "orders.overdue_sql=b"];
         let kind = ["--kind", "nope"];
         let cases: &[(&[&str], &[&str], &str)] = &[
-            (&[], &["show", ""], "order id is empty"),
+            (&[], &["explain", ""], "order id is empty"),
             (&[], &["explain", "a\tb"], "control character"),
             (&[], &["close", ""], "order id is empty"),
             (&[], &["deadline", "", "--in", "5m"], "order id is empty"),
@@ -673,8 +673,6 @@ fn usage_errors_exit_with_2() {
             (&own, &["schedule", "1"], "--in 30m"),
             (&[], &["pause", "--why", "x", kind[0], kind[1]], "nope"),
             (&[], &["resume", kind[0], kind[1]], "nope"),
-            (&[], &["status", kind[0], kind[1]], "nope"),
-            (&[], &["show", "1", kind[0], kind[1]], "nope"),
             (&[], &["explain", "1", kind[0], kind[1]], "nope"),
             (&[], &["pending", kind[0], kind[1]], "nope"),
             (&[], &["forecast", kind[0], kind[1]], "nope"),

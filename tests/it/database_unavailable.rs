@@ -15,6 +15,7 @@ use order_timeout_testkit::linux::{self, Signal};
 use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::proxy::{Direction, Proxy, Then};
+use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{TestEnv, wait_for, wait_within};
 use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
@@ -324,6 +325,10 @@ fn statement_timeout_affects_only_its_order() {
 
 #[test]
 fn ended_idle_connections_blame_no_order() {
+    if std::env::var("ORDER_TIMEOUT_POSTGRES").is_ok_and(|version| version == "13") {
+        let test = "database_unavailable::ended_idle_connections_blame_no_order";
+        return skipped(test, "idle_session_timeout came with PostgreSQL 14");
+    }
     on_private_database(&["-c", "idle_session_timeout=300"], async |env: Arc<TestEnv>, _| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;

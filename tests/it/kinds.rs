@@ -321,12 +321,10 @@ fn command_line_works_by_kind() {
         let (id, _) = create(&env, "acceptance", 3_600 * SECOND).await;
         assert!(run(&["pending", "--kind", "acceptance", "--next", "2h"]).await.contains(&format!("  {id} ")));
         assert!(run(&["forecast", "--kind", "acceptance"]).await.contains(": 1 orders"));
-        let told = call_with(&env.settings, &["explain", &id, "--kind", "acceptance", "--json"]).await.1;
-        assert!(told.contains("\"kind\":\"acceptance\""), "{told}");
         let moved = run(&["deadline", &id, "--kind", "acceptance", "--in", "10s"]).await;
         assert!(moved.contains("an alarm for it is written"), "{moved}");
         assert_eq!(env.count("SELECT count(*) FROM alarm_outbox WHERE kind = 'acceptance'").await, 1);
-        let shown = call_with(&env.settings, &["show", &id, "--kind", "acceptance", "--json"]).await.1;
+        let shown = call_with(&env.settings, &["explain", &id, "--kind", "acceptance", "--json"]).await.1;
         assert!(shown.contains("\"kind\":\"acceptance\"") && shown.contains("\"alarms\":[{"), "{shown}");
         run(&["schedule", &id, "--kind", "acceptance"]).await;
         let unknown = call_with(&env.settings, &["schedule", &id, "--kind", "acceptanse", "--in", "20m"]).await;
@@ -364,11 +362,11 @@ fn api_and_page_know_every_kind() {
         assert_eq!(json("/api/v1/forecast?kind=acceptance&next=10m").await["total"]["orders"], 1);
         assert_eq!(json("/api/v1/last-hour?kind=acceptance").await[0]["sweep"], 1);
         assert_eq!(json("/api/v1/last-hour?kind=order").await, serde_json::json!([]));
-        let told = json("/api/v1/orders/1/explain?kind=acceptance").await;
+        let told = json("/api/v1/orders/1?kind=acceptance").await;
         assert_eq!(told["kind"], "acceptance", "{told}");
-        let kinds = json("/api/v1/overview").await["kinds"].clone();
+        let kinds = json("/api/v1/status").await["kinds"].clone();
         assert_eq!((&kinds[0]["kind"], &kinds[1]["kind"]), (&"order".into(), &"acceptance".into()), "{kinds}");
-        let (status, problem) = get(&worker, "/api/v1/status?kind=seat").await;
+        let (status, problem) = get(&worker, "/api/v1/forecast?kind=seat").await;
         assert!(status == 404 && problem.contains("give one of order, acceptance"), "{problem}");
 
         let (_, page) = get(&worker, "/").await;

@@ -216,7 +216,7 @@ fn closing_is_paused_over_http() {
             page.contains("Closing is paused: 1 overdue order waits") && page.contains(WHY)
         })
         .await;
-        let overview = api::get(&worker, "/api/v1/overview").await.json();
+        let overview = api::get(&worker, "/api/v1/status").await.json();
         assert_eq!(overview["paused"][0]["cause"], "operator", "{overview}");
         assert_eq!(env.status(&order).await, "unpaid");
 

@@ -15,7 +15,8 @@ async fn refuse_with_hidden_characters(env: &TestEnv, sqlstate: &str) {
     let trigger = format!(
         "CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
              RAISE E'\\x1b[31m\\u202E%\\n\\u2028second \\u009b line', NEW.id USING ERRCODE = '{sqlstate}'; END $$;
-         CREATE OR REPLACE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()"
+         DROP TRIGGER IF EXISTS refuse ON orders;
+         CREATE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()"
     );
     sqlx::raw_sql(AssertSqlSafe(trigger)).execute(&env.pool).await.unwrap();
 }

@@ -309,8 +309,12 @@ async fn invalid_databases_are_rejected(postgres: &Private, good: &DatabaseSetti
     let mut in_the_clear = no_certificate.clone();
     in_the_clear.ca_file.clear();
     append(&mut in_the_clear, "sslmode", "disable");
-    refused_by_database("plain to a server that wants TLS", &in_the_clear, &["no encryption", "sslmode=verify-full"])
-        .await;
+    refused_by_database(
+        "plain to a server that wants TLS",
+        &in_the_clear,
+        &["no pg_hba.conf entry", "sslmode=verify-full"],
+    )
+    .await;
 
     database_without_tls(good).await;
 

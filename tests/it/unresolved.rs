@@ -37,7 +37,7 @@ fn orders_without_answer_are_shown() {
             sqlx::query(sql).bind(order.id).bind(step).execute(&env.pool).await.unwrap();
         }
         let worker = env.worker().await;
-        let at = get(&worker, "/api/v1/overview").await.json()["at_providers"].clone();
+        let at = get(&worker, "/api/v1/status").await.json()["at_providers"].clone();
         assert_eq!(
             (&at[0]["provider"], &at[0]["orders"], &at[0]["without_answer"]),
             (&json!("card"), &json!(3), &json!(2))
@@ -60,7 +60,7 @@ fn unresolved_orders_are_retried_over_http() {
             orders.push(unresolved(&env, reason).await.id.to_string());
         }
         let worker = env.worker().await;
-        let overview = get(&worker, "/api/v1/overview").await.json();
+        let overview = get(&worker, "/api/v1/status").await.json();
         assert_eq!(overview["unresolved"][0]["orders"], 2, "{overview}");
         let first = get(&worker, "/api/v1/unresolved?limit=2").await.json();
         assert_eq!((&first["orders"][0]["order_id"], &first["next"]), (&json!(orders[0]), &json!(orders[1])));

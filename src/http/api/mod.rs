@@ -38,10 +38,8 @@ const MOST_IDS: usize = 1_000;
 fn described() -> OpenApiRouter<Arc<Shared>> {
     let routes = OpenApiRouter::new()
         .routes(routes!(reads::status))
-        .routes(routes!(reads::overview))
         .routes(routes!(reads::last_hour))
         .routes(routes!(reads::order))
-        .routes(routes!(reads::explain))
         .routes(routes!(reads::pending))
         .routes(routes!(reads::forecast))
         .routes(routes!(reads::sent_reminders))

@@ -21,12 +21,10 @@ use super::extract::{InPath, Parameters};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::explain::Explanation;
 use crate::operations::forecast::Forecast;
-use crate::operations::overview::Overview;
 use crate::operations::pending::{Pending, PendingQuery};
 use crate::operations::reminders::SentReminders;
-use crate::operations::show::OrderStory;
 use crate::operations::status::Status;
-use crate::operations::{explain, forecast, overview, pause_closing, pending, reminders, show, status};
+use crate::operations::{explain, forecast, pause_closing, pending, reminders, status};
 use crate::postgres::one_line;
 use crate::sanitize;
 
@@ -55,27 +53,13 @@ pub(in crate::http) struct KindParameter {
     pub kind: Kind,
 }
 
-/// What the deployment is doing.
-#[utoipa::path(get, path = "/status", tag = "state", params(KindParameter), responses(
+/// Whether orders of every kind are closed on time right now, what waits, and which workers run.
+#[utoipa::path(get, path = "/status", tag = "state", responses(
     (status = 200, body = Status),
 ))]
-pub(super) async fn status(
-    State(shared): State<Arc<Shared>>,
-    Parameters(KindParameter { kind }): Parameters<KindParameter>,
-) -> Result<Response, Problem> {
+pub(super) async fn status(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
     let sources = shared.sources().await?;
-    let found = status::status(&sources.database, sources.orders(&kind).await?).await;
-    json(&found.map_err(|error| Problem::unavailable(one_line(&error)))?)
-}
-
-/// Whether orders of every kind are closed on time right now: what `status` says, without counting the orders that are
-/// not due.
-#[utoipa::path(get, path = "/overview", tag = "state", responses(
-    (status = 200, body = Overview),
-))]
-pub(super) async fn overview(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
-    let sources = shared.sources().await?;
-    let found = overview::overview(&sources.database, &sources.all_orders().await).await;
+    let found = status::status(&sources.database, &sources.all_orders().await).await;
     json(&found.map_err(|error| Problem::unavailable(one_line(&error)))?)
 }
 
@@ -101,29 +85,13 @@ pub(super) async fn last_hour(
     json(&shared.served.last_hour(kind.as_ref(), Instant::now()))
 }
 
-/// One order by table.
-#[utoipa::path(get, path = "/orders/{order_id}", tag = "orders",
-    params(("order_id" = inline(OrderIdText), Path, description = "As the orders table has it"), KindParameter),
-    responses(
-        (status = 200, body = OrderStory, description = "`exists` is false if there is no such order"),
-    ))]
-pub(super) async fn order(
-    State(shared): State<Arc<Shared>>,
-    InPath(id): InPath<String>,
-    Parameters(KindParameter { kind }): Parameters<KindParameter>,
-) -> Result<Response, Problem> {
-    let (id, sources) = (order_id(&id)?, shared.sources().await?);
-    let found = show::show(&sources.database, sources.orders(&kind).await?, &kind, &id).await;
-    json(&found.map_err(|error| Problem::unavailable(one_line(&error)))?)
-}
-
 /// One order's story in time, why it is still open, and what to do.
-#[utoipa::path(get, path = "/orders/{order_id}/explain", tag = "orders",
+#[utoipa::path(get, path = "/orders/{order_id}", tag = "orders",
     params(("order_id" = inline(OrderIdText), Path, description = "As the orders table has it"), KindParameter),
     responses(
         (status = 200, body = Explanation, description = "`exists` is false if there is no such order"),
     ))]
-pub(super) async fn explain(
+pub(super) async fn order(
     State(shared): State<Arc<Shared>>,
     InPath(id): InPath<String>,
     Parameters(KindParameter { kind }): Parameters<KindParameter>,

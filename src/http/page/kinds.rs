@@ -11,7 +11,7 @@ use order_timeout_core::problem::Problem;
 use super::super::site::{Shared, View};
 use super::words::{lateness, number, shown};
 use crate::observe::last_hour::{ClosedHour, read_as_one};
-use crate::operations::overview::OverdueOfKind;
+use crate::operations::status::OverdueOfKind;
 
 pub(super) fn section(shared: &Shared, view: Option<&View>, now: Instant) -> Markup {
     html! {

@@ -16,7 +16,7 @@ use url::form_urlencoded::byte_serialize;
 
 use super::super::site::{COOKIE, Session, Shared};
 use super::words::{number, shown};
-use crate::operations::overview::Waiting;
+use crate::operations::status::Waiting;
 
 /// The pages that have no parameter, and their titles.
 const PAGES: [(&str, &str); 6] = [

@@ -19,7 +19,7 @@ use super::super::api::Problem;
 use super::super::site::{Shared, View};
 use super::layout::tabs;
 use super::overview::rendered;
-use crate::operations::overview::Overview;
+use crate::operations::status::Status;
 
 /// Then the browser connects again; a dead one does not.
 const LONGEST_STREAM: Duration = Duration::from_secs(600);
@@ -54,7 +54,7 @@ async fn next(mut following: Following) -> Option<(Result<Event, Infallible>, Fo
         Ok(Ok(())) => {
             let view = following.views.borrow_and_update().clone();
             let overview = view.as_ref().and_then(|view| view.overview.as_ref().ok());
-            let tabs = tabs("Overview", &overview.map(Overview::waiting).unwrap_or_default()).into_string();
+            let tabs = tabs("Overview", &overview.map(Status::waiting).unwrap_or_default()).into_string();
             Event::default().event("sections").data(rendered(&following.shared, view.as_deref()).to_string() + &tabs)
         }
         Ok(Err(_)) => return None,

@@ -47,7 +47,7 @@ pub(super) async fn page(
 ) -> Response {
     match tell(&shared, id, asked).await {
         Ok(told) => {
-            let status = if told.exists == Some(false) { StatusCode::NOT_FOUND } else { StatusCode::OK };
+            let status = if told.story.exists == Some(false) { StatusCode::NOT_FOUND } else { StatusCode::OK };
             (status, Layout::new("Order", &visitor).render(story(&told, &visitor.kinds))).into_response()
         }
         Err(problem) => failed(&visitor, &problem),
@@ -68,18 +68,18 @@ async fn tell(
 
 fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
     html! {
-        h1 { "Order " code { (shown(told.order_id.as_str())) } }
+        h1 { "Order " code { (shown(told.story.order_id.as_str())) } }
         @if kinds.len() > 1 {
             // The same id may be an order of another kind.
             form.filter action="/orders" method="get" {
-                input type="hidden" name="id" value=(told.order_id.as_str());
-                div { span { "Kind " } (kind_choice(kinds, Some(&told.kind))) }
+                input type="hidden" name="id" value=(told.story.order_id.as_str());
+                div { span { "Kind " } (kind_choice(kinds, Some(&told.story.kind))) }
                 button { "Show" }
             }
         }
         p.summary { (capitalised(&told.summary)) "." }
-        @if told.exists == Some(false) {
-            p { "An order is found by its whole id. " a href=(pending_with(&told.kind, told.order_id.as_str())) { "Pending" }
+        @if told.story.exists == Some(false) {
+            p { "An order is found by its whole id. " a href=(pending_with(&told.story.kind, told.story.order_id.as_str())) { "Pending" }
                 " finds unpaid orders by a part of it, in a window of time." }
         }
         @if let Some(open) = &told.open {
@@ -94,11 +94,11 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
             h2 { "In the order of time" }
             @if told.moments.is_empty() { p { "No table tells." } }
             ol.story { @for (number, moment) in told.moments.iter().enumerate() {
-                @if moment.at > told.at && (number == 0 || told.moments[number - 1].at <= told.at) { (now(&told.at)) }
+                @if moment.at > told.story.at && (number == 0 || told.moments[number - 1].at <= told.story.at) { (now(&told.story.at)) }
                 (line(moment))
             } }
         }
-        (not_known(&told.not_known))
+        (not_known(&told.story.not_known))
     }
 }
 

@@ -21,9 +21,9 @@ use crate::observe::inspect::registration;
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
-use crate::operations::overview::{Overview, Verdict, Waiting, verdict};
 use crate::operations::recent_closes::RecentClose;
 use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker};
+use crate::operations::status::{Status, Verdict, Waiting, verdict};
 use crate::postgres;
 
 pub(super) async fn page(State(shared): State<Arc<Shared>>, visitor: Visitor) -> Markup {
@@ -73,7 +73,7 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
 }
 
 /// The sections about what waits for a person: above the charts where something does, and below them otherwise.
-fn of_people(overview: &Overview, is_waiting: bool) -> Vec<Markup> {
+fn of_people(overview: &Status, is_waiting: bool) -> Vec<Markup> {
     let waiting = overview.waiting();
     [
         (waiting.pauses, pauses::section(overview.paused.as_deref(), &overview.at)),
@@ -97,7 +97,7 @@ fn reason(problem: &Problem) -> Markup {
     html! { li { (with_code(&problem.title())) p.todo { (with_code(&capitalised(&problem.fix))) } } }
 }
 
-fn verdict_section(verdict: &Verdict, overview: Option<&Overview>, problems: &[Problem]) -> Markup {
+fn verdict_section(verdict: &Verdict, overview: Option<&Status>, problems: &[Problem]) -> Markup {
     let (class, mark, reasons): (_, _, &[Problem]) = match verdict {
         Verdict::OnTime => ("ok", "✓", &[]),
         Verdict::Degraded(reasons) => ("warn", "!", reasons),
@@ -138,7 +138,7 @@ fn waiting_links(waiting: &Waiting) -> Markup {
 }
 
 /// Links to the overdue orders of each kind.
-fn overdue_links(overview: &Overview) -> Markup {
+fn overdue_links(overview: &Status) -> Markup {
     let overdue = overview.kinds.iter().filter_map(|of| {
         let oldest = of.overdue.as_ref().filter(|overdue| overdue.orders > 0)?.oldest.as_deref()?;
         Some((&of.kind, pending_between(&of.kind, oldest, &overview.at)))
@@ -152,10 +152,10 @@ fn overdue_links(overview: &Overview) -> Markup {
     }
 }
 
-fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
+fn sentence(verdict: &Verdict, overview: Option<&Status>) -> String {
     match verdict {
         Verdict::OnTime => "Orders are closed on time.".to_owned(),
-        Verdict::Degraded(reasons) => match overview.map(Overview::without_answer) {
+        Verdict::Degraded(reasons) => match overview.map(Status::without_answer) {
             Some((orders @ 1.., oldest_s)) => providers::sentence(orders, oldest_s),
             _ if reasons.is_empty() && overview.is_some_and(|overview| overview.not_known.is_empty()) => {
                 "Orders are closed on time, but something waits for a person.".to_owned()
@@ -164,7 +164,7 @@ fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
         },
         Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
         Verdict::Paused(_) => paused_sentence(overview),
-        Verdict::Late(_) => match overview.and_then(Overview::overdue) {
+        Verdict::Late(_) => match overview.and_then(Status::overdue) {
             Some(overdue) => {
                 let at_least = if overdue.is_at_least { "at least " } else { "" };
                 let oldest = age(overdue.oldest_s.unwrap_or_default());
@@ -180,8 +180,8 @@ fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
 }
 
 /// What does not go on, and what that has left so far.
-fn paused_sentence(overview: Option<&Overview>) -> String {
-    let pauses = overview.map(Overview::pauses).unwrap_or_default();
+fn paused_sentence(overview: Option<&Status>) -> String {
+    let pauses = overview.map(Status::pauses).unwrap_or_default();
     let kinds: Vec<&str> = pauses.iter().filter_map(|pause| pause.kind.as_deref()).collect();
     let what = if kinds.len() < pauses.len() {
         "Closing is paused".to_owned()
@@ -189,7 +189,7 @@ fn paused_sentence(overview: Option<&Overview>) -> String {
         let plural = if kinds.len() == 1 { "" } else { "s" };
         format!("Closing of the kind{plural} {} is paused", kinds.join(", "))
     };
-    match overview.and_then(Overview::overdue).filter(|overdue| overdue.orders > 0) {
+    match overview.and_then(Status::overdue).filter(|overdue| overdue.orders > 0) {
         Some(overdue) => {
             let at_least = if overdue.is_at_least { "at least " } else { "" };
             let wait = if overdue.orders == 1 { "waits" } else { "wait" };
@@ -199,7 +199,7 @@ fn paused_sentence(overview: Option<&Overview>) -> String {
     }
 }
 
-fn late_section(minutes: &[ClosedMinute], overview: Option<&Overview>) -> Markup {
+fn late_section(minutes: &[ClosedMinute], overview: Option<&Status>) -> Markup {
     let closed: u64 = minutes.iter().map(ClosedMinute::closed).sum();
     html! {
         section #late {
@@ -221,7 +221,7 @@ fn late_section(minutes: &[ClosedMinute], overview: Option<&Overview>) -> Markup
 }
 
 /// Which worker shows its hour, and how many others have one.
-fn whose_hour(overview: Option<&Overview>) -> String {
+fn whose_hour(overview: Option<&Status>) -> String {
     let (host, pid) = (registration::host(), std::process::id());
     let live = overview.and_then(|overview| overview.workers.as_ref());
     let live = live.map_or(0, |workers| workers.iter().filter(|worker| worker.is_live).count());
@@ -235,7 +235,7 @@ fn whose_hour(overview: Option<&Overview>) -> String {
 }
 
 /// Of all workers.
-fn recent_table(overview: &Overview) -> Markup {
+fn recent_table(overview: &Status) -> Markup {
     let by = |word: &str| match word {
         "alarm" => "its alarm",
         "look_ahead" => "reading ahead",
@@ -335,7 +335,7 @@ fn late_money_section(open: Option<&[OpenLateMoney]>) -> Markup {
     }
 }
 
-fn workers_section(overview: &Overview, names_kinds: bool) -> Markup {
+fn workers_section(overview: &Status, names_kinds: bool) -> Markup {
     html! {
         section #workers {
             h2 { "Workers" }
@@ -369,7 +369,7 @@ fn worker_row(worker: &RegisteredWorker, names_kinds: bool, now: &str) -> Markup
     }
 }
 
-fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
+fn facts_section(shared: &Shared, overview: Option<&Status>) -> Markup {
     let settings = &shared.settings;
     let database = postgres::place(&settings.database).unwrap_or_else(|_| "not known".into());
     let broker = match settings.delay.strategy.needs_broker() {
@@ -446,13 +446,13 @@ pub(super) fn not_known(entries: &[NotKnown]) -> Markup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operations::overview::OverdueOfKind;
     use crate::operations::status::Overdue;
+    use crate::operations::status::OverdueOfKind;
 
     #[test]
     fn sentence_tells_how_late() {
         let overdue = Overdue { orders: 1_200, is_at_least: true, oldest: None, oldest_s: Some(65.0) };
-        let overview = Overview {
+        let overview = Status {
             at: String::new(),
             kinds: vec![OverdueOfKind { kind: Kind::ORDER, overdue: Some(overdue), not_known: None }],
             paused: None,

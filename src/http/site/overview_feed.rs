@@ -14,8 +14,8 @@ use super::sources::{LazySources, Sources};
 use crate::give_way::GiveWay;
 use crate::operations::forecast::{self, Forecast};
 use crate::operations::orders_table::OrdersTable;
-use crate::operations::overview::{Overview, Waiting, overview};
 use crate::operations::reminders::{self, SentReminders};
+use crate::operations::status::{Status, Waiting, status};
 use crate::postgres::one_line;
 
 /// How often an open page changes.
@@ -39,7 +39,7 @@ pub(in crate::http) struct View {
     /// When it was read.
     pub read_at: Instant,
     /// The state, or why it cannot be read.
-    pub overview: Result<Overview, String>,
+    pub overview: Result<Status, String>,
     /// What falls due of each kind, or why that cannot be read; none until it was counted once.
     pub forecasts: Forecasts,
     /// The reminders of the last hour, or why they cannot be read; `None` until they were read once.
@@ -120,7 +120,7 @@ pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>, mut g
             Err(why) => show(Err(why.to_string()), forecasts.clone(), reminders.clone()),
             Ok(sources) => {
                 let orders = sources.all_orders().await;
-                let read = overview(&sources.database, &orders).await.map_err(|error| one_line(&error));
+                let read = status(&sources.database, &orders).await.map_err(|error| one_line(&error));
                 let is_up = read.is_ok();
                 show(read.clone(), forecasts.clone(), reminders.clone());
                 if is_up && next_forecast <= Instant::now() {

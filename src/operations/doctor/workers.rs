@@ -185,7 +185,7 @@ fn overdue_despite_workers(kind: &Kind, LateOrders { orders, oldest, holders }: 
     if !holders.is_empty() {
         what = format!("{what}: {} holds a lock on what its close changes", named(holders));
     }
-    let ask = "ask for the cause with `order-timeout show ID`; a trigger, a constraint or a lock of another session is usual. The worker's log names the error";
+    let ask = "ask for the cause with `order-timeout explain ID`; a trigger, a constraint or a lock of another session is usual. The worker's log names the error";
     Problem::new(Cause::OrdersOverdue, what, how_to_end(holders).unwrap_or_else(|| ask.to_owned()))
 }
 

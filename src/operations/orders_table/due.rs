@@ -12,7 +12,7 @@ use order_timeout_core::order::{OrderId, SweepPage, SweepPlace, SweepReach, Time
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::{FORECAST_MINUTES, OrdersTable, PAGE_SIZE, Unknown};
+use super::{OrdersTable, PAGE_SIZE, Unknown};
 use crate::effects::sweep::Sweeper;
 use crate::postgres::{self, one_line};
 
@@ -277,26 +277,6 @@ impl OrdersTable {
         .bind(Timestamptz(window.first_minute()));
         let rows: Vec<(i64, i64)> = self.read(async |connection| select.fetch_all(connection).await).await?;
         Ok(rows.into_iter().filter_map(|(minute, units)| Some((u32::try_from(minute).ok()?, units))).collect())
-    }
-
-    /// What falls due in each of the next minutes, counted from now.
-    pub(super) async fn due_by_minute_by_statement(&self, sweeper: &Sweeper) -> Result<Vec<u64>, Unknown> {
-        let (now, mut due) = (self.now().await?, vec![0; FORECAST_MINUTES]);
-        let ahead = Duration::from_secs(60 * FORECAST_MINUTES as u64);
-        let (mut after, mut counted) = (Some(before(now)), 0);
-        while counted < MOST_COUNTED {
-            let swept = sweeper.overdue(&SweepPage { reach: SweepReach::Ahead(ahead), after, limit: PAGE_SIZE }).await;
-            let swept = swept.map_err(|error| one_line(&error))?;
-            for order in swept.orders.iter().filter(|order| order.deadline > now) {
-                let minute = usize::try_from(order.deadline.since(now).as_secs() / 60).unwrap_or(usize::MAX);
-                due[minute.min(FORECAST_MINUTES - 1)] += 1;
-            }
-            (after, counted) = (swept.next, counted + swept.orders.len());
-            if after.is_none() {
-                return Ok(due);
-            }
-        }
-        Err(format!("more than {MOST_COUNTED} orders are due within the hour, and only so many are counted"))
     }
 
     async fn count_by_statement(&self, sweeper: &Sweeper, window: Window) -> Result<DueMinutes, Unknown> {

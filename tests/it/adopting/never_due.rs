@@ -63,13 +63,11 @@ fn unset_deadlines_are_never_due_and_named() {
         assert_eq!(env.count("SELECT count(*) FROM medusa.\"order\" WHERE payment_state = 'void'").await, 1);
         assert_eq!(env.parked().await, []);
         for (number, deadline) in (1..).zip(NEVER) {
-            for command in ["show", "explain"] {
-                let (_, said, error) = call_with(&env.settings, &[command, &number.to_string()]).await;
-                assert!(said.contains(deadline) && said.contains("never times out"), "{command}: {said}{error}");
-            }
+            let (_, said, error) = call_with(&env.settings, &["explain", &number.to_string()]).await;
+            assert!(said.contains(deadline) && said.contains("never times out"), "{said}{error}");
         }
         let (_, said, _) = call_with(&env.settings, &["status"]).await;
-        assert!(said.contains("unpaid orders         4\n") && said.contains("overdue               0\n"), "{said}");
+        assert!(said.contains("overdue               0\n"), "{said}");
     });
 }
 

@@ -228,7 +228,7 @@ async fn forged_close_is_found(stack: &mut Stack) {
     let problem = stack.found(Cause::OrdersOverdue).await;
     let id = order.id.to_string();
     assert!(problem.what.contains(&id) && problem.fix.contains("order-timeout show"), "{problem:?}");
-    let (_, shown, _) = call_with(&stack.settings, &["show", &id]).await;
+    let (_, shown, _) = call_with(&stack.settings, &["explain", &id]).await;
     assert!(shown.contains("order_events says that it was closed at 20"), "{shown}");
     stack.sql("DELETE FROM order_timeout_workers; TRUNCATE orders CASCADE").await;
     stack.settings.sweep.grace = grace;

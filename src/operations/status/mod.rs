@@ -3,17 +3,20 @@
 //!
 //! Reads only. What cannot be known is left out, and listed with the reason.
 
+mod parts;
+
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::problem::{Cause, Problem};
 use serde::Serialize;
 
+pub use parts::{Outbox, Overdue, ParkedForReason, RegisteredWorker, SEEN_WITHIN};
+pub(super) use parts::{outbox, workers};
+use parts::{overdue_at, parked_by_reason, paused};
+
 use super::late_payments::{OpenLateMoney, open_by_currency};
 use super::orders_table::{OrdersTable, Unknown};
 use super::recent_closes::{RecentClose, recent_closes};
-use super::status::{
-    Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, paused, workers,
-};
 use super::unresolved::{self, UnresolvedForReason, WaitingAtProvider};
 use super::{NotKnown, known};
 use crate::postgres::closing_pauses::Pause;
@@ -24,7 +27,7 @@ pub const USUALLY_CLOSED_WITHIN_S: f64 = 2.0;
 
 /// The state of the moment. `None` is unknown, and `not_known` says why.
 #[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
-pub struct Overview {
+pub struct Status {
     /// The database's time, RFC 3339.
     pub at: String,
     /// What is overdue of each kind.
@@ -78,10 +81,10 @@ pub struct OverdueOfKind {
 ///
 /// # Errors
 /// sqlx's, if the database's time cannot be read. Anything else that cannot be read is said to be unknown.
-pub async fn overview(
+pub async fn status(
     database: &Database,
     orders: &[(Kind, Result<&OrdersTable, Unknown>)],
-) -> Result<Overview, sqlx::Error> {
+) -> Result<Status, sqlx::Error> {
     let now = database.run(postgres::now).await?;
     let mut not_known = Vec::new();
     let mut kinds = Vec::with_capacity(orders.len());
@@ -109,7 +112,7 @@ pub async fn overview(
     let recently_closed = recent_closes(database).await.map_err(|error| one_line(&error));
     let recently_closed = known("recently closed", recently_closed, &mut not_known);
     let workers = known("workers", workers(database).await, &mut not_known);
-    Ok(Overview {
+    Ok(Status {
         at: write_rfc3339(now),
         kinds,
         paused,
@@ -134,7 +137,7 @@ impl OverdueOfKind {
     }
 }
 
-impl Overview {
+impl Status {
     /// The pauses that last, as far as that is known.
     #[must_use]
     pub fn pauses(&self) -> &[Pause] {
@@ -210,7 +213,7 @@ pub enum Verdict {
 
 /// Judges the state of the moment. `problems` are those of a worker's `/readyz`, without pauses.
 #[must_use]
-pub fn verdict(overview: Result<&Overview, &str>, problems: &[Problem]) -> Verdict {
+pub fn verdict(overview: Result<&Status, &str>, problems: &[Problem]) -> Verdict {
     let overview = match overview {
         Ok(overview) => overview,
         Err(why) => return Verdict::Unknown(why.to_owned()),
@@ -251,8 +254,8 @@ mod tests {
         OverdueOfKind { kind: Kind::new(kind).unwrap(), overdue: Some(overdue), not_known: None }
     }
 
-    fn overview(oldest_s: Option<f64>) -> Overview {
-        Overview {
+    fn overview(oldest_s: Option<f64>) -> Status {
+        Status {
             at: String::new(),
             kinds: vec![of_kind("order", oldest_s)],
             paused: Some(Vec::new()),
@@ -278,13 +281,13 @@ mod tests {
         assert_eq!(reasons.len(), 2, "{reasons:?}");
         assert_eq!(verdict(Err("no answer"), &problem()), Verdict::Unknown("no answer".into()));
         let at = WaitingAtProvider { provider: "card".into(), orders: 3, without_answer: 2, oldest_s: 9.0 };
-        let waiting = Overview { at_providers: Some(vec![at]), ..overview(None) };
+        let waiting = Status { at_providers: Some(vec![at]), ..overview(None) };
         assert_eq!(verdict(Ok(&waiting), &[]), Verdict::Degraded(Vec::new()));
         let of_reason = ParkedForReason { reason: "close_failed".into(), alarms: 8, oldest_s: 9.0 };
-        let parked = Overview { parked: Some(vec![of_reason]), ..overview(None) };
+        let parked = Status { parked: Some(vec![of_reason]), ..overview(None) };
         assert_eq!(verdict(Ok(&parked), &[]), Verdict::Degraded(Vec::new()));
         let of_reason = UnresolvedForReason { reason: "refunded".into(), orders: 1, oldest_s: 9.0 };
-        let unresolved = Overview { unresolved: Some(vec![of_reason]), ..overview(None) };
+        let unresolved = Status { unresolved: Some(vec![of_reason]), ..overview(None) };
         assert_eq!(verdict(Ok(&unresolved), &[]), Verdict::Degraded(Vec::new()));
     }
 
@@ -297,7 +300,7 @@ mod tests {
             paused_by: "the worker on a".into(),
             paused_at: "2026-11-20T10:30:00Z".into(),
         };
-        let mut paused = Overview { paused: Some(vec![pause(Some("order"))]), ..overview(Some(60.0)) };
+        let mut paused = Status { paused: Some(vec![pause(Some("order"))]), ..overview(Some(60.0)) };
         let Verdict::Paused(reasons) = verdict(Ok(&paused), &[]) else { panic!() };
         assert_eq!(reasons[0].what, pause(Some("order")).sentence());
         paused.kinds.push(of_kind("acceptance", Some(60.0)));

@@ -1,6 +1,6 @@
-//! What a deployment is doing, out of its database: unpaid, due and overdue orders, the outboxes, parked alarms, workers.
+//! The parts of a deployment's status: overdue orders, outboxes, parked alarms, workers.
 //!
-//! Reads only, and asks no worker. What cannot be known is left out and listed with the reason.
+//! Reads only, and asks no worker.
 
 use std::time::Duration;
 
@@ -10,50 +10,12 @@ use order_timeout_core::order::Timestamp;
 use serde::Serialize;
 use sqlx::{AssertSqlSafe, Row};
 
-use super::orders_table::{OrdersTable, OverdueOrders};
-use super::unresolved::{self, WaitingAtProvider};
-use super::{NotKnown, known};
+use crate::operations::orders_table::OverdueOrders;
 use crate::postgres::closing_pauses::{self, Pause};
-use crate::postgres::{self, Database, one_line, parked_alarms};
+use crate::postgres::{Database, one_line, parked_alarms};
 
 /// A registered worker that was not seen for longer has ended: three of its heartbeats.
 pub const SEEN_WITHIN: Duration = Duration::from_secs(10);
-
-/// A deployment's state. `None` is unknown, and `not_known` says why.
-#[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
-pub struct Status {
-    /// The database's time, RFC 3339.
-    pub at: String,
-    /// Unpaid orders; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub unpaid: Option<u64>,
-    /// Why closing is paused, for whichever kind; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub paused: Option<Vec<Pause>>,
-    /// Unpaid orders that are due in each of the next 60 minutes, counted from `at`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub due_by_minute: Option<Vec<u64>>,
-    /// Overdue orders; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub overdue: Option<Overdue>,
-    /// Alarms on their way to the broker; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub alarm_outbox: Option<Outbox>,
-    /// Events on their way to the broker; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub event_outbox: Option<Outbox>,
-    /// Parked alarms; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub parked: Option<Vec<ParkedForReason>>,
-    /// Orders that are due and that payment providers are asked about, by provider; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub at_providers: Option<Vec<WaitingAtProvider>>,
-    /// Workers that were seen lately; `None` if not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub workers: Option<Vec<RegisteredWorker>>,
-    /// What could not be found out, and why.
-    pub not_known: Vec<NotKnown>,
-}
 
 /// Unpaid orders whose deadline has passed.
 #[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
@@ -113,41 +75,6 @@ pub struct RegisteredWorker {
     pub is_live: bool,
 }
 
-/// Reads the state of the deployment.
-///
-/// # Errors
-/// sqlx's, if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
-pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status, sqlx::Error> {
-    let now = database.run(postgres::now).await?;
-    let mut not_known = Vec::new();
-    let unpaid = known("unpaid", orders.unpaid().await, &mut not_known);
-    let paused = known("paused", paused(database).await, &mut not_known);
-    let due_by_minute = known("due", orders.due_by_minute().await, &mut not_known);
-    let overdue = known("overdue", orders.overdue().await, &mut not_known).map(|found| overdue_at(now, &found));
-    let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
-    let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
-    let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
-    let at_providers = unresolved::waiting(database).await.map_err(|error| one_line(&error));
-    let at_providers = known("at providers", at_providers, &mut not_known);
-    let workers = known("workers", workers(database).await, &mut not_known);
-    let held = "each worker keeps these alarms in its memory; its page /metrics has order_timeout_alarms_held";
-    not_known.push(NotKnown { what: "held", why: held.to_owned() });
-    let at = write_rfc3339(now);
-    Ok(Status {
-        at,
-        unpaid,
-        paused,
-        due_by_minute,
-        overdue,
-        alarm_outbox,
-        event_outbox,
-        parked,
-        at_providers,
-        workers,
-        not_known,
-    })
-}
-
 pub(super) async fn paused(database: &Database) -> Result<Vec<Pause>, String> {
     let read = database.run(async |connection| closing_pauses::current(connection, None).await);
     read.await.map_err(|error| one_line(&error))
@@ -166,7 +93,11 @@ fn seconds(now: Timestamp, then: Timestamp) -> f64 {
     now.since(then).as_secs_f64()
 }
 
-pub(super) async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Result<Outbox, String> {
+pub(in crate::operations) async fn outbox(
+    database: &Database,
+    table: &'static str,
+    now: Timestamp,
+) -> Result<Outbox, String> {
     let select = sqlx::query(AssertSqlSafe(format!(
         "SELECT count(*) AS unsent, min(created_at) AS oldest,
                 count(*) FILTER (WHERE refusals > 0) AS refused,
@@ -196,7 +127,7 @@ pub(super) async fn parked_by_reason(database: &Database, now: Timestamp) -> Res
 ///
 /// # Errors
 /// One sentence.
-pub(super) async fn workers(database: &Database) -> Result<Vec<RegisteredWorker>, String> {
+pub(in crate::operations) async fn workers(database: &Database) -> Result<Vec<RegisteredWorker>, String> {
     let select = sqlx::query(
         "SELECT host, pid, version, namespace, kinds, started_at,
                 greatest(extract(epoch FROM clock_timestamp() - last_seen), 0)::float8 AS last_seen_s

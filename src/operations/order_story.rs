@@ -1,4 +1,4 @@
-//! One order's story out of the database: its row, alarms, events, parked alarms and history, and why it is still open.
+//! What the tables keep of one order: its row, alarms, events, parked alarms and history, and why it is still open.
 //!
 //! Reads only, apart from a row lock that is given back at once. What cannot be known is listed with the reason.
 
@@ -38,10 +38,7 @@ pub struct OrderStory {
     /// `None` if there is none, or it is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub row: Option<ShownRow>,
-    /// One sentence, if the order is open.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub open_because: Option<String>,
-    /// The same as a value.
+    /// Present if the order is open.
     #[serde(skip)]
     pub open_cause: Option<OpenCause>,
     /// Those of `alarm_outbox`, which forgets them some time after they were sent.
@@ -189,7 +186,7 @@ pub struct HistoryRow {
 ///
 /// # Errors
 /// sqlx's, if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
-pub async fn show(
+pub(super) async fn read(
     database: &Database,
     orders: &OrdersTable,
     kind: &Kind,
@@ -241,7 +238,6 @@ pub async fn show(
         at: write_rfc3339(now),
         exists: found.as_ref().map(Option::is_some),
         row: row.map(|row| shown(row, now)),
-        open_because: open_cause.as_ref().map(OpenCause::to_string),
         open_cause,
         alarms,
         events,
