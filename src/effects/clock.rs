@@ -1,6 +1,6 @@
 //! Reads the database's clock every second, and keeps the closers' connections warm. On these connections it is also read
 //! whether closing is paused, and the brake keeps its counts: one after the other, because one connection is left when all closers are busy,
-//! and all of them short, so that each is read every second.
+//! and all of them short, so that each is read in time.
 //!
 //! Carries nothing forward: the event loop learns from the readings.
 
@@ -16,6 +16,9 @@ use crate::postgres::one_line;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
+/// How often it is read whether closing is paused. Twice a second: until a worker reads that another has tripped the brake,
+/// it closes on.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// The pause after a closer's connection could not be opened. If the server has no free connection, each try takes
 /// `database.acquire_timeout`, and the clock is not read meanwhile.
 const WARM_UP_PAUSE: Duration = Duration::from_secs(10);
@@ -50,10 +53,17 @@ pub(crate) async fn sample_clock(
 ) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut warm_up = WarmUp::default();
+    let mut looks = tokio::time::interval(LOOK_EVERY);
+    looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let (mut warm_up, mut answers) = (WarmUp::default(), false);
     loop {
         tokio::select! {
             _ = ticks.tick() => {}
+            // Not while the database is unavailable: the clock is what finds it again.
+            _ = looks.tick(), if answers => {
+                watch.look_again().await;
+                continue;
+            }
             Some(report) = watch.next_report() => {
                 watch.take(report).await;
                 continue;
@@ -62,10 +72,11 @@ pub(crate) async fn sample_clock(
         match orders.connections().sample_clock().await {
             Ok(sample) if readings.send(Ok(sample)).is_err() => return,
             Ok(_) => {
+                answers = true;
                 warm_up.warm_up(&orders).await;
-                watch.look_again().await;
             }
             Err(error) => {
+                answers = false;
                 let why = one_line(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried forward");
                 // Without the event loop the result is not needed; the next reading ends this task.
