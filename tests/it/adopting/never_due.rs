@@ -8,6 +8,7 @@ use order_timeout::operations::orders_statements;
 use order_timeout::outbox::reminders::Reminders;
 use order_timeout::postgres::Database;
 use order_timeout_core::kind::Kind;
+use order_timeout_testkit::figures::{serve_http, wait_for_figure};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
 
@@ -32,6 +33,7 @@ fn unset_deadlines_are_never_due_and_named() {
     let settings = |settings: &mut Settings| {
         map(settings, "headless");
         settings.sweep.grace = Duration::ZERO;
+        serve_http(settings);
     };
     TestEnv::builder().settings(settings).run(async |env| {
         execute(&env, TABLES).await;
@@ -58,6 +60,7 @@ fn unset_deadlines_are_never_due_and_named() {
             env.count("SELECT count(*) FROM medusa.\"order\" WHERE payment_state = 'void'").await == 1
         })
         .await;
+        wait_for_figure(&worker, "close_results_total{outcome=\"not_due\"}", |alarms| alarms >= 4.0).await;
         worker.stop().await;
         env.assert_drained().await;
         assert_eq!(env.count("SELECT count(*) FROM medusa.\"order\" WHERE payment_state = 'void'").await, 1);
