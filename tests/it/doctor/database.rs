@@ -208,7 +208,7 @@ async fn holders_of_locks_are_found(stack: &mut Stack) {
     assert!(problem.what.contains("the prepared transaction \"left behind\" since 20"), "{problem:?}");
     let end = problem.fix.rsplit(": ").next().unwrap();
     execute(&stack.env.pool, end).await;
-    assert!(stack.found(Cause::OrdersOverdue).await.fix.contains("order-timeout show"));
+    assert!(stack.found(Cause::OrdersOverdue).await.fix.contains("order-timeout explain"));
     stack.sql("DELETE FROM order_timeout_workers; TRUNCATE orders CASCADE").await;
     stack.settings.sweep.grace = grace;
     stack.assert_nothing_found("no lock is held").await;
@@ -227,7 +227,7 @@ async fn forged_close_is_found(stack: &mut Stack) {
     register(stack, "{order}", "{}").await;
     let problem = stack.found(Cause::OrdersOverdue).await;
     let id = order.id.to_string();
-    assert!(problem.what.contains(&id) && problem.fix.contains("order-timeout show"), "{problem:?}");
+    assert!(problem.what.contains(&id) && problem.fix.contains("order-timeout explain"), "{problem:?}");
     let (_, shown, _) = call_with(&stack.settings, &["explain", &id]).await;
     assert!(shown.contains("order_events says that it was closed at 20"), "{shown}");
     stack.sql("DELETE FROM order_timeout_workers; TRUNCATE orders CASCADE").await;
