@@ -53,7 +53,7 @@ pub async fn run(args: PendingArgs, settings: Settings) -> anyhow::Result<Comman
     };
     let until = args.until.or_else(|| Some(from? + args.next?));
     let query = PendingQuery { from, until, text: args.text, after: args.after, limit: args.limit };
-    let page = pending(&orders, &query).await?;
+    let page = pending(&orders, query.checked()?).await?;
     let mut output = CommandOutcome::default();
     if args.json {
         output.line(json!(page));

@@ -65,6 +65,40 @@ pub struct PendingQuery {
     pub limit: Option<usize>,
 }
 
+/// A question that can be asked.
+#[derive(Debug)]
+pub struct CheckedQuery {
+    from: Option<Timestamp>,
+    until: Option<Timestamp>,
+    text: Option<String>,
+    after: Option<SweepPlace>,
+    limit: usize,
+}
+
+impl PendingQuery {
+    /// # Errors
+    /// [`PendingError`] for what makes no sense whenever it is asked.
+    pub fn checked(self) -> Result<CheckedQuery, PendingError> {
+        let limit = self.limit.unwrap_or(PAGE);
+        if !(1..=LARGEST_PAGE).contains(&limit) {
+            return Err(PendingError::PageSize(limit));
+        }
+        let text = self.text.as_deref().map(str::trim).filter(|text| !text.is_empty());
+        if let Some(length) = text.map(|text| text.chars().count()).filter(|length| *length > LONGEST_TEXT) {
+            return Err(PendingError::Text(length));
+        }
+        if text.is_some_and(|text| text.contains('\0')) {
+            return Err(PendingError::Nul);
+        }
+        let text = text.map(str::to_owned);
+        let after = match self.after {
+            None => None,
+            Some(text) => Some(read_place(&text).ok_or(PendingError::Place(text))?),
+        };
+        Ok(CheckedQuery { from: self.from, until: self.until, text, after, limit })
+    }
+}
+
 /// A page of orders that fall due.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct Pending {
@@ -110,11 +144,11 @@ impl From<DueOrder> for PendingOrder {
 ///
 /// # Errors
 /// [`PendingError`].
-pub async fn pending(orders: &OrdersTable, query: &PendingQuery) -> Result<Pending, PendingError> {
+pub async fn pending(orders: &OrdersTable, query: CheckedQuery) -> Result<Pending, PendingError> {
     let now = orders.now().await.map_err(PendingError::Unknown)?;
-    let from = query.from.unwrap_or(now);
-    let window = Window { from, until: query.until.unwrap_or(from + USUAL_REACH) };
-    let query = checked(window, query)?;
+    let CheckedQuery { from, until, text, after, limit } = query;
+    let window = window(from.unwrap_or(now), until)?;
+    let query = DueQuery { window, text, after, limit };
     let page = orders.due(&query).await.map_err(PendingError::Unknown)?;
     let not_known = if orders.is_of_the_shop() { money_and_stock() } else { Vec::new() };
     Ok(Pending {
@@ -133,27 +167,13 @@ pub(super) fn money_and_stock() -> Vec<NotKnown> {
     ["money", "stock"].into_iter().map(|what| NotKnown { what, why: why.to_owned() }).collect()
 }
 
-fn checked(window: Window, query: &PendingQuery) -> Result<DueQuery, PendingError> {
-    if window.until <= window.from {
-        let (from, until) = (write_rfc3339(window.from), write_rfc3339(window.until));
+fn window(from: Timestamp, until: Option<Timestamp>) -> Result<Window, PendingError> {
+    let until = until.unwrap_or(from + USUAL_REACH);
+    if until <= from {
+        let (from, until) = (write_rfc3339(from), write_rfc3339(until));
         return Err(PendingError::EmptyWindow { from, until });
     }
-    let limit = query.limit.unwrap_or(PAGE);
-    if !(1..=LARGEST_PAGE).contains(&limit) {
-        return Err(PendingError::PageSize(limit));
-    }
-    let text = query.text.as_deref().map(str::trim).filter(|text| !text.is_empty());
-    if let Some(length) = text.map(|text| text.chars().count()).filter(|length| *length > LONGEST_TEXT) {
-        return Err(PendingError::Text(length));
-    }
-    if text.is_some_and(|text| text.contains('\0')) {
-        return Err(PendingError::Nul);
-    }
-    let after = match &query.after {
-        None => None,
-        Some(text) => Some(read_place(text).ok_or_else(|| PendingError::Place(text.clone()))?),
-    };
-    Ok(DueQuery { window, text: text.map(str::to_owned), after, limit })
+    Ok(Window { from, until })
 }
 
 /// A row's position as text: `DEADLINE/ID`.
@@ -191,8 +211,7 @@ mod tests {
 
     #[test]
     fn questions_are_checked_before_asking() {
-        let window = Window { from: at(0), until: at(60) };
-        let ask = |query: PendingQuery| checked(window, &query).map(drop);
+        let ask = |query: PendingQuery| query.checked().map(drop);
         assert!(ask(PendingQuery::default()).is_ok());
         assert_eq!(ask(PendingQuery { limit: Some(0), ..Default::default() }), Err(PendingError::PageSize(0)));
         assert_eq!(ask(PendingQuery { limit: Some(1_001), ..Default::default() }), Err(PendingError::PageSize(1_001)));
@@ -201,7 +220,6 @@ mod tests {
         let text = Some("a\0b".to_owned());
         assert_eq!(ask(PendingQuery { text, ..Default::default() }), Err(PendingError::Nul));
         assert!(ask(PendingQuery { after: Some("17".into()), ..Default::default() }).is_err());
-        let empty = Window { from: at(60), until: at(60) };
-        assert!(checked(empty, &PendingQuery::default()).unwrap_err().to_string().contains("give a later end"));
+        assert!(window(at(60), Some(at(60))).unwrap_err().to_string().contains("give a later end"));
     }
 }

@@ -209,10 +209,7 @@ fn worker_does_what_its_description_says() {
                     let described = &operation["responses"][answer.status.to_string()];
                     assert!(!described.is_null(), "its answer is not described: {sent}");
                     let is_accepted = answer.status < 300 || REFUSED_BY_STATE.contains(&answer.status);
-                    // A kind that no worker knows may be found before what was spoiled.
-                    let has_kind = request["kind"].is_string();
-                    let is_refused = answer.status == 400 || has_kind && answer.status == 404;
-                    assert!(if spoiled.is_none() { is_accepted } else { is_refused }, "{sent}");
+                    assert!(if spoiled.is_none() { is_accepted } else { answer.status == 400 }, "{sent}");
                     if answer.status >= 300 {
                         answer.problem();
                     }

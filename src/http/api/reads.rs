@@ -21,7 +21,7 @@ use super::extract::{InPath, Parameters};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::explain::Explanation;
 use crate::operations::forecast::Forecast;
-use crate::operations::pending::{Pending, PendingQuery};
+use crate::operations::pending::{CheckedQuery, Pending, PendingQuery};
 use crate::operations::reminders::SentReminders;
 use crate::operations::status::Status;
 use crate::operations::{explain, forecast, pause_closing, pending, reminders, status};
@@ -135,14 +135,15 @@ impl PendingParameters {
 
     /// # Errors
     /// A sentence about the first that cannot be read.
-    pub(in crate::http) fn query(self) -> Result<PendingQuery, Problem> {
-        Ok(PendingQuery {
+    pub(in crate::http) fn query(self) -> Result<CheckedQuery, Problem> {
+        let query = PendingQuery {
             from: time("from", self.from.as_deref())?,
             until: time("until", self.until.as_deref())?,
             text: self.text,
             after: self.after,
             limit: self.limit,
-        })
+        };
+        Ok(query.checked()?)
     }
 }
 
@@ -167,7 +168,7 @@ pub(super) async fn pending(
 ) -> Result<Response, Problem> {
     let kind = asked.kind.clone();
     let query = asked.query()?;
-    json(&pending::pending(shared.sources().await?.orders(&kind).await?, &query).await?)
+    json(&pending::pending(shared.sources().await?.orders(&kind).await?, query).await?)
 }
 
 /// Which kind, and how far to look.

@@ -41,7 +41,7 @@ async fn read(
     let Query(asked) = asked?;
     let (kind, text) = (asked.kind.clone(), asked.text.clone());
     let query = asked.without_empty().query()?;
-    let page = pending(shared.sources().await?.orders(&kind).await?, &query).await?;
+    let page = pending(shared.sources().await?.orders(&kind).await?, query).await?;
     Ok((page, kind, text))
 }
 
