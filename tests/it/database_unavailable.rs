@@ -325,7 +325,7 @@ fn statement_timeout_affects_only_its_order() {
 
 #[test]
 fn ended_idle_connections_blame_no_order() {
-    if std::env::var("ORDER_TIMEOUT_POSTGRES").is_ok_and(|version| version == "13") {
+    if Private::postgres_version().as_deref() == Some("13") {
         let test = "database_unavailable::ended_idle_connections_blame_no_order";
         return skipped(test, "idle_session_timeout came with PostgreSQL 14");
     }

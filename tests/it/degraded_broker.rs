@@ -34,11 +34,12 @@ fn pages_and_sweep(settings: &mut Settings) {
     settings.sweep.grace = Duration::from_millis(500);
 }
 
-/// The sentence of this cause, if `/readyz` names it, or all of it while the worker is not ready: RabbitMQ 4.0 may end a
-/// session with an internal error when a policy is set.
+/// The sentence of this cause, if `/readyz` names it. Asserts that the worker is ready, even if degraded, or that RabbitMQ
+/// has just ended its session with an internal error, as it may when a policy is set: then all of the page.
 async fn why(worker: &RunningWorker, cause: &str) -> Option<String> {
     let (status, text) = get(worker, READYZ).await;
     if status != 200 {
+        assert!(text.contains("the broker itself failed"), "{text}");
         return Some(text);
     }
     let beginning = format!("degraded: {cause}: ");

@@ -45,11 +45,17 @@ impl Private {
         private
     }
 
+    /// The version of PostgreSQL that was asked for; `None` for the installed one.
+    #[must_use]
+    pub fn postgres_version() -> Option<String> {
+        std::env::var("ORDER_TIMEOUT_POSTGRES").ok()
+    }
+
     /// Whether this machine can start standbys: an unpacked version of PostgreSQL has no `pg_basebackup`. Reports the test
     /// as skipped if not.
     #[must_use]
     pub fn can_have_standby(test: &str) -> bool {
-        let Ok(version) = std::env::var("ORDER_TIMEOUT_POSTGRES") else { return true };
+        let Some(version) = Self::postgres_version() else { return true };
         let can = Path::new("/usr/lib/postgresql").join(&version).join("bin/pg_basebackup").exists();
         if !can {
             skipped(test, &format!("a standby needs pg_basebackup, and PostgreSQL {version} is not installed"));
