@@ -30,8 +30,6 @@ pub async fn run(args: &StatusArgs, settings: Settings) -> anyhow::Result<Comman
         let table = OrdersTable::open(database.clone(), &settings, &kind).await;
         tables.push((kind, table.map_err(|error| error.to_string())));
     }
-    let tables: Vec<_> =
-        tables.iter().map(|(kind, table)| (kind.clone(), table.as_ref().map_err(Clone::clone))).collect();
     let status = status(&database, &tables).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut output = CommandOutcome::default();
     if args.json {

@@ -1,6 +1,6 @@
 //! Reads the database's clock every second, and keeps the closers' connections warm. On these connections it is also read
-//! whether closing is paused, and the brake keeps its counts: one after the other, because one connection is left when all closers are busy,
-//! and all of them short, so that each is read in time.
+//! whether closing is paused, and the brake keeps its counts: one after the other, because one connection is left when all
+//! closers are busy, and all of them short, so that each is read in time.
 //!
 //! Carries nothing forward: the event loop learns from the readings.
 

@@ -1,5 +1,5 @@
-//! Reads twice a second whether closing of a kind is paused, and tells the engine; takes the engine's counts to the brake, and
-//! writes the pause when it trips.
+//! Reads twice a second whether closing of a kind is paused, and tells the engine; takes the engine's counts to the brake,
+//! and writes the pause when it trips.
 //!
 //! Decides nothing. One task does all of it, so that what was read before a pause was written is never told after it. It
 //! uses the closers' connections, because it must not wait for another. What takes longer than a short statement, as counting

@@ -32,8 +32,8 @@ pub struct Questions {
     pub row: String,
     /// The same, of an order whose row no other session holds.
     pub free_row: String,
-    /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as Postgres prints it, and how many have
-    /// an id that no message can carry.
+    /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as
+    /// Postgres prints it, and how many have an id that no message can carry.
     pub unusable: String,
 }
 

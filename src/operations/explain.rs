@@ -1,8 +1,8 @@
 //! One order's story in time, out of data that is kept anyway: what happened when, according to which table, why it is
 //! still open, and what to do about that.
 //!
-//! Reads only, apart from a row lock that is given back at once (`order_story.rs`). Tells nothing that is not recorded: what no
-//! table keeps is listed with the reason.
+//! Reads only, apart from a row lock that is given back at once (`order_story.rs`). Tells nothing that is not recorded:
+//! what no table keeps is listed with the reason.
 
 use std::time::Duration;
 
@@ -112,15 +112,14 @@ pub async fn explain(
     order_id: &OrderId,
 ) -> Result<Explanation, sqlx::Error> {
     let mut story = order_story::read(database, orders, kind, order_id).await?;
-    let mut not_known = std::mem::take(&mut story.not_known);
-    let dates = known("dates", orders.dates(order_id).await, &mut not_known).flatten();
-    let attempts = known("payment attempts", attempts(database, order_id).await, &mut not_known);
-    let actions = known("operators' actions", actions(database, kind, order_id).await, &mut not_known);
+    let dates = known("dates", orders.dates(order_id).await, &mut story.not_known).flatten();
+    let attempts = known("payment attempts", attempts(database, order_id).await, &mut story.not_known);
+    let actions = known("operators' actions", actions(database, kind, order_id).await, &mut story.not_known);
     let held_by = match deadline_of(&story) {
-        Some(deadline) => known("pauses", pauses(database, kind, deadline).await, &mut not_known),
+        Some(deadline) => known("pauses", pauses(database, kind, deadline).await, &mut story.not_known),
         None => None,
     };
-    not_known.extend(not_recorded());
+    story.not_known.extend(not_recorded());
     let mut moments = moments(&story, dates.as_ref());
     moments.extend(pause_moments(&story, dates.as_ref(), &held_by.unwrap_or_default()));
     moments.extend(attempts.into_iter().flatten());
@@ -131,7 +130,7 @@ pub async fn explain(
         what_to_do: what_to_do(cause, story.row.as_ref().and_then(|row| row.status.as_deref())),
     });
     let summary = summary(&story, dates.as_ref());
-    Ok(Explanation { story: OrderStory { not_known, ..story }, summary, open, moments })
+    Ok(Explanation { story, summary, open, moments })
 }
 
 /// What no table keeps, although an operator may expect it here.

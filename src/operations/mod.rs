@@ -13,7 +13,7 @@ pub mod forecast;
 pub mod late_payments;
 pub mod move_deadlines;
 pub mod open_cause;
-mod order_story;
+pub mod order_story;
 pub mod orders_statements;
 pub mod orders_table;
 pub mod paced;

@@ -297,16 +297,7 @@ pub fn markdown(table: &Table) -> String {
             _ => "both",
         };
         let mut fields: Vec<_> = row.fields.iter().map(Field::to_string).collect();
-        let varying = others.first().and_then(|other| varying_text(row, other));
-        let alike = others.iter().take_while(|other| varying.is_some() && varying_text(row, other) == varying).count();
-        if let Some(index) = varying {
-            for other in &others[..alike] {
-                if let Is::Text(value) = other.fields[index].is {
-                    let _ = write!(fields[index], " or `{value}`");
-                }
-            }
-        }
-        rows = &others[alike..];
+        rows = add_alike(&mut fields, row, others);
         let said = match (row.resource, fields.is_empty()) {
             (resource, true) => resource.to_owned(),
             ("", false) => fields.join(", "),
@@ -320,6 +311,19 @@ pub fn markdown(table: &Table) -> String {
         let _ = writeln!(text, "| {call} | {http_status} | {said} | {meaning} | {source} |");
     }
     text
+}
+
+/// Adds the texts in which the next rows alone differ from this one, and returns the rows after those.
+fn add_alike<'a>(fields: &mut [String], row: &Row, others: &'a [Row]) -> &'a [Row] {
+    let Some(varying) = others.first().and_then(|other| varying_text(row, other)) else { return others };
+    let alike = others.iter().take_while(|other| varying_text(row, other) == Some(varying)).count();
+    let (alike, rest) = others.split_at(alike);
+    for other in alike {
+        if let Is::Text(value) = other.fields[varying].is {
+            let _ = write!(fields[varying], " or `{value}`");
+        }
+    }
+    rest
 }
 
 /// The index of the field in whose text alone the rows differ.

@@ -22,6 +22,7 @@ use super::overview::not_known;
 use super::pending::pending_with;
 use super::words::{capitalised, precise, shown, with_code};
 use crate::operations::explain::{Explanation, Moment, explain};
+use crate::operations::order_story::OrderStory;
 use crate::postgres::one_line;
 
 #[derive(Debug, Deserialize)]
@@ -67,19 +68,20 @@ async fn tell(
 }
 
 fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
+    let OrderStory { kind, order_id, at, exists, not_known: unknown, .. } = &told.story;
     html! {
-        h1 { "Order " code { (shown(told.story.order_id.as_str())) } }
+        h1 { "Order " code { (shown(order_id.as_str())) } }
         @if kinds.len() > 1 {
             // The same id may be an order of another kind.
             form.filter action="/orders" method="get" {
-                input type="hidden" name="id" value=(told.story.order_id.as_str());
-                div { span { "Kind " } (kind_choice(kinds, Some(&told.story.kind))) }
+                input type="hidden" name="id" value=(order_id.as_str());
+                div { span { "Kind " } (kind_choice(kinds, Some(kind))) }
                 button { "Show" }
             }
         }
         p.summary { (capitalised(&told.summary)) "." }
-        @if told.story.exists == Some(false) {
-            p { "An order is found by its whole id. " a href=(pending_with(&told.story.kind, told.story.order_id.as_str())) { "Pending" }
+        @if *exists == Some(false) {
+            p { "An order is found by its whole id. " a href=(pending_with(kind, order_id.as_str())) { "Pending" }
                 " finds unpaid orders by a part of it, in a window of time." }
         }
         @if let Some(open) = &told.open {
@@ -94,11 +96,11 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
             h2 { "In the order of time" }
             @if told.moments.is_empty() { p { "No table tells." } }
             ol.story { @for (number, moment) in told.moments.iter().enumerate() {
-                @if moment.at > told.story.at && (number == 0 || told.moments[number - 1].at <= told.story.at) { (now(&told.story.at)) }
+                @if moment.at > *at && (number == 0 || told.moments[number - 1].at <= *at) { (now(at)) }
                 (line(moment))
             } }
         }
-        (not_known(&told.story.not_known))
+        (not_known(unknown))
     }
 }
 

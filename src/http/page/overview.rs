@@ -22,8 +22,7 @@ use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
 use crate::operations::recent_closes::RecentClose;
-use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker};
-use crate::operations::status::{Status, Verdict, Waiting, verdict};
+use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker, Status, Verdict, Waiting, verdict};
 use crate::postgres;
 
 pub(super) async fn page(State(shared): State<Arc<Shared>>, visitor: Visitor) -> Markup {
@@ -446,26 +445,13 @@ pub(super) fn not_known(entries: &[NotKnown]) -> Markup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operations::status::Overdue;
-    use crate::operations::status::OverdueOfKind;
+    use crate::operations::status::{Overdue, OverdueOfKind};
 
     #[test]
     fn sentence_tells_how_late() {
         let overdue = Overdue { orders: 1_200, is_at_least: true, oldest: None, oldest_s: Some(65.0) };
-        let overview = Status {
-            at: String::new(),
-            kinds: vec![OverdueOfKind { kind: Kind::ORDER, overdue: Some(overdue), not_known: None }],
-            paused: None,
-            alarm_outbox: None,
-            event_outbox: None,
-            parked: None,
-            late_money: None,
-            at_providers: None,
-            unresolved: None,
-            recently_closed: None,
-            workers: None,
-            not_known: Vec::new(),
-        };
+        let kinds = vec![OverdueOfKind { kind: Kind::ORDER, overdue: Some(overdue), not_known: None }];
+        let overview = Status { kinds, ..Status::default() };
         let said = sentence(&Verdict::Late(Vec::new()), Some(&overview));
         assert_eq!(said, "Orders are late: at least 1,200 orders are overdue, the oldest for 1m 5s.");
     }

@@ -5,6 +5,8 @@
 
 mod parts;
 
+use std::borrow::Borrow;
+
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::problem::{Cause, Problem};
@@ -26,7 +28,7 @@ use crate::postgres::{self, Database, one_line};
 pub const USUALLY_CLOSED_WITHIN_S: f64 = 2.0;
 
 /// The state of the moment. `None` is unknown, and `not_known` says why.
-#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct Status {
     /// The database's time, RFC 3339.
     pub at: String,
@@ -83,14 +85,14 @@ pub struct OverdueOfKind {
 /// sqlx's, if the database's time cannot be read. Anything else that cannot be read is said to be unknown.
 pub async fn status(
     database: &Database,
-    orders: &[(Kind, Result<&OrdersTable, Unknown>)],
+    orders: &[(Kind, Result<impl Borrow<OrdersTable>, Unknown>)],
 ) -> Result<Status, sqlx::Error> {
     let now = database.run(postgres::now).await?;
     let mut not_known = Vec::new();
     let mut kinds = Vec::with_capacity(orders.len());
     for (kind, table) in orders {
         let found = match table {
-            Ok(table) => table.overdue().await,
+            Ok(table) => table.borrow().overdue().await,
             Err(why) => Err(why.clone()),
         };
         let (overdue, not_known) = match found {
@@ -213,31 +215,31 @@ pub enum Verdict {
 
 /// Judges the state of the moment. `problems` are those of a worker's `/readyz`, without pauses.
 #[must_use]
-pub fn verdict(overview: Result<&Status, &str>, problems: &[Problem]) -> Verdict {
-    let overview = match overview {
-        Ok(overview) => overview,
+pub fn verdict(status: Result<&Status, &str>, problems: &[Problem]) -> Verdict {
+    let status = match status {
+        Ok(status) => status,
         Err(why) => return Verdict::Unknown(why.to_owned()),
     };
-    let pauses = overview.pauses().iter().map(|pause| Problem::described(Cause::ClosingPaused, pause.sentence()));
+    let pauses = status.pauses().iter().map(|pause| Problem::described(Cause::ClosingPaused, pause.sentence()));
     let mut reasons: Vec<Problem> = pauses.collect();
     reasons.extend_from_slice(problems);
     // What is overdue because its closing is paused is no news.
-    if overview.kinds.iter().any(|of| of.is_late() && !overview.is_paused(&of.kind)) {
-        if overview.workers.as_ref().is_some_and(|workers| !workers.iter().any(|worker| worker.is_live)) {
+    if status.kinds.iter().any(|of| of.is_late() && !status.is_paused(&of.kind)) {
+        if status.workers.as_ref().is_some_and(|workers| !workers.iter().any(|worker| worker.is_live)) {
             reasons.push(Problem::described(Cause::NoWorker, "no worker is registered as running"));
         }
         return Verdict::Late(reasons);
     }
-    if !overview.pauses().is_empty() {
+    if !status.pauses().is_empty() {
         return Verdict::Paused(reasons);
     }
     let unknown = |of: &OverdueOfKind| of.not_known.as_ref().map(|why| format!("kind {}: {why}", of.kind));
-    if let Some(why) = overview.kinds.iter().find_map(unknown) {
+    if let Some(why) = status.kinds.iter().find_map(unknown) {
         return Verdict::Unknown(why);
     }
-    let Waiting { parked, unresolved, .. } = overview.waiting();
-    let is_known = overview.not_known.is_empty();
-    if is_known && problems.is_empty() && overview.without_answer().0 == 0 && parked == 0 && unresolved == 0 {
+    let Waiting { parked, unresolved, .. } = status.waiting();
+    let is_known = status.not_known.is_empty();
+    if is_known && problems.is_empty() && status.without_answer().0 == 0 && parked == 0 && unresolved == 0 {
         Verdict::OnTime
     } else {
         Verdict::Degraded(problems.to_vec())
@@ -254,40 +256,32 @@ mod tests {
         OverdueOfKind { kind: Kind::new(kind).unwrap(), overdue: Some(overdue), not_known: None }
     }
 
-    fn overview(oldest_s: Option<f64>) -> Status {
+    fn status(oldest_s: Option<f64>) -> Status {
         Status {
-            at: String::new(),
             kinds: vec![of_kind("order", oldest_s)],
             paused: Some(Vec::new()),
-            alarm_outbox: None,
-            event_outbox: None,
-            parked: None,
-            late_money: None,
-            at_providers: None,
-            unresolved: None,
-            recently_closed: None,
             workers: Some(Vec::new()),
-            not_known: Vec::new(),
+            ..Status::default()
         }
     }
 
     #[test]
     fn verdict_follows_oldest_overdue_order() {
         let problem = || vec![Problem::described(Cause::Broker, "no consumer session is open")];
-        assert_eq!(verdict(Ok(&overview(None)), &[]), Verdict::OnTime);
-        assert_eq!(verdict(Ok(&overview(Some(0.4))), &[]), Verdict::OnTime);
-        assert_eq!(verdict(Ok(&overview(Some(0.4))), &problem()), Verdict::Degraded(problem()));
-        let Verdict::Late(reasons) = verdict(Ok(&overview(Some(60.0))), &problem()) else { panic!() };
+        assert_eq!(verdict(Ok(&status(None)), &[]), Verdict::OnTime);
+        assert_eq!(verdict(Ok(&status(Some(0.4))), &[]), Verdict::OnTime);
+        assert_eq!(verdict(Ok(&status(Some(0.4))), &problem()), Verdict::Degraded(problem()));
+        let Verdict::Late(reasons) = verdict(Ok(&status(Some(60.0))), &problem()) else { panic!() };
         assert_eq!(reasons.len(), 2, "{reasons:?}");
         assert_eq!(verdict(Err("no answer"), &problem()), Verdict::Unknown("no answer".into()));
         let at = WaitingAtProvider { provider: "card".into(), orders: 3, without_answer: 2, oldest_s: 9.0 };
-        let waiting = Status { at_providers: Some(vec![at]), ..overview(None) };
+        let waiting = Status { at_providers: Some(vec![at]), ..status(None) };
         assert_eq!(verdict(Ok(&waiting), &[]), Verdict::Degraded(Vec::new()));
         let of_reason = ParkedForReason { reason: "close_failed".into(), alarms: 8, oldest_s: 9.0 };
-        let parked = Status { parked: Some(vec![of_reason]), ..overview(None) };
+        let parked = Status { parked: Some(vec![of_reason]), ..status(None) };
         assert_eq!(verdict(Ok(&parked), &[]), Verdict::Degraded(Vec::new()));
         let of_reason = UnresolvedForReason { reason: "refunded".into(), orders: 1, oldest_s: 9.0 };
-        let unresolved = Status { unresolved: Some(vec![of_reason]), ..overview(None) };
+        let unresolved = Status { unresolved: Some(vec![of_reason]), ..status(None) };
         assert_eq!(verdict(Ok(&unresolved), &[]), Verdict::Degraded(Vec::new()));
     }
 
@@ -300,7 +294,7 @@ mod tests {
             paused_by: "the worker on a".into(),
             paused_at: "2026-11-20T10:30:00Z".into(),
         };
-        let mut paused = Status { paused: Some(vec![pause(Some("order"))]), ..overview(Some(60.0)) };
+        let mut paused = Status { paused: Some(vec![pause(Some("order"))]), ..status(Some(60.0)) };
         let Verdict::Paused(reasons) = verdict(Ok(&paused), &[]) else { panic!() };
         assert_eq!(reasons[0].what, pause(Some("order")).sentence());
         paused.kinds.push(of_kind("acceptance", Some(60.0)));
@@ -313,7 +307,7 @@ mod tests {
 
     #[test]
     fn verdict_is_about_every_kind() {
-        let mut several = overview(None);
+        let mut several = status(None);
         several.kinds.push(of_kind("acceptance", Some(60.0)));
         assert!(matches!(verdict(Ok(&several), &[]), Verdict::Late(_)));
         let all = several.overdue().unwrap();
