@@ -13,7 +13,7 @@ use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::open_cause::{rounded, rounds_in_words, what_to_do};
+use super::open_cause::{Open, rounded, rounds_in_words};
 use super::order_story::{self, AlarmRow, ClaimRow, EventRow, HistoryRow, OrderStory, ParkedRow, scan, time};
 use super::orders_table::due::Money;
 use super::orders_table::{OrdersTable, RowDates};
@@ -37,15 +37,6 @@ pub struct Explanation {
     pub open: Option<Open>,
     /// What happened, and what is going to, in the order of time.
     pub moments: Vec<Moment>,
-}
-
-/// Why an order is open.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
-pub struct Open {
-    /// One sentence.
-    pub because: String,
-    /// One sentence.
-    pub what_to_do: String,
 }
 
 /// Something that happened to the order, or that is going to.
@@ -125,10 +116,7 @@ pub async fn explain(
     moments.extend(attempts.into_iter().flatten());
     moments.extend(actions.into_iter().flatten());
     sort(&mut moments);
-    let open = story.open_cause.as_ref().map(|cause| Open {
-        because: cause.to_string(),
-        what_to_do: what_to_do(cause, story.row.as_ref().and_then(|row| row.status.as_deref())),
-    });
+    let open = story.open_cause.clone();
     let summary = summary(&story, dates.as_ref());
     Ok(Explanation { story, summary, open, moments })
 }

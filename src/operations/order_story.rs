@@ -11,7 +11,7 @@ use sqlx::postgres::PgRow;
 use sqlx::{Connection, PgConnection, Row};
 use uuid::Uuid;
 
-use super::open_cause::{Facts, OpenCause, is_open, is_overdue, why_open};
+use super::open_cause::{Facts, Open, is_open, is_overdue, why_open};
 use super::orders_table::{OrderRow, OrdersTable, is_uuid};
 use super::status::workers;
 use super::{NotKnown, known};
@@ -40,7 +40,7 @@ pub struct OrderStory {
     pub row: Option<ShownRow>,
     /// Present if the order is open.
     #[serde(skip)]
-    pub open_cause: Option<OpenCause>,
+    pub open_cause: Option<Open>,
     /// Those of `alarm_outbox`, which forgets them some time after they were sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alarms: Option<Vec<AlarmRow>>,
