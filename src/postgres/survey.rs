@@ -2,9 +2,9 @@
 //!
 //! Reads the catalog, and counts the values of a column; changes nothing.
 
-use serde::Serialize;
-use sqlx::postgres::PgRow;
-use sqlx::{AssertSqlSafe, FromRow, PgConnection, Row};
+use serde::{Deserialize, Serialize};
+use sqlx::types::Json;
+use sqlx::{AssertSqlSafe, PgConnection};
 
 use super::catalog::{self, CatalogError};
 use crate::config::kinds::TableSettings;
@@ -28,7 +28,7 @@ pub struct Survey {
 }
 
 /// A valid index.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Index {
     /// Its name.
     pub name: String,
@@ -36,12 +36,14 @@ pub struct Index {
     pub is_unique: bool,
     /// Whether it has a condition.
     pub is_partial: bool,
+    /// Whether it is that of the primary key.
+    pub is_primary: bool,
     /// Its columns; an empty text is an expression.
     pub columns: Vec<String>,
 }
 
 /// A foreign key between two tables.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForeignKey {
     /// The table that has it, with its schema.
     pub table: String,
@@ -54,25 +56,27 @@ pub struct ForeignKey {
 }
 
 const INDEXES: &str = "
-SELECT i.indexrelid::regclass::text, i.indisunique, i.indpred IS NOT NULL, i.indisprimary,
-       ARRAY(SELECT coalesce(a.attname::text, '')
+SELECT jsonb_build_object(
+       'name', i.indexrelid::regclass::text, 'is_unique', i.indisunique, 'is_partial', i.indpred IS NOT NULL,
+       'is_primary', i.indisprimary, 'columns', ARRAY(SELECT coalesce(a.attname::text, '')
              FROM unnest(i.indkey::smallint[]) WITH ORDINALITY AS k(number, place)
              LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number
-             WHERE k.place <= i.indnkeyatts ORDER BY k.place)
-FROM pg_index i WHERE i.indrelid = to_regclass($1) AND i.indisvalid ORDER BY 1";
+             WHERE k.place <= i.indnkeyatts ORDER BY k.place))
+FROM pg_index i WHERE i.indrelid = to_regclass($1) AND i.indisvalid ORDER BY i.indexrelid::regclass::text";
 
 const FOREIGN_KEYS: &str = "
-SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname),
-       ARRAY(SELECT a.attname::text FROM unnest(k.conkey) WITH ORDINALITY AS u(number, place)
+SELECT jsonb_build_object(
+       'table', quote_ident(n.nspname) || '.' || quote_ident(c.relname),
+       'columns', ARRAY(SELECT a.attname::text FROM unnest(k.conkey) WITH ORDINALITY AS u(number, place)
              JOIN pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = u.number ORDER BY u.place),
-       quote_ident(tn.nspname) || '.' || quote_ident(t.relname),
-       ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u(number, place)
-             JOIN pg_attribute a ON a.attrelid = k.confrelid AND a.attnum = u.number ORDER BY u.place)
+       'target', quote_ident(tn.nspname) || '.' || quote_ident(t.relname),
+       'target_columns', ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u(number, place)
+             JOIN pg_attribute a ON a.attrelid = k.confrelid AND a.attnum = u.number ORDER BY u.place))
 FROM pg_constraint k
 JOIN pg_class c ON c.oid = k.conrelid JOIN pg_namespace n ON n.oid = c.relnamespace
 JOIN pg_class t ON t.oid = k.confrelid JOIN pg_namespace tn ON tn.oid = t.relnamespace
 WHERE k.contype = 'f' AND k.conparentid = 0 AND CASE WHEN $2 THEN k.confrelid ELSE k.conrelid END = to_regclass($1)
-ORDER BY 1, 3";
+ORDER BY quote_ident(n.nspname) || '.' || quote_ident(c.relname), quote_ident(tn.nspname) || '.' || quote_ident(t.relname)";
 
 const TRIGGERS: &str = "
 SELECT t.tgname || ' (function ' || p.oid::regproc || ')'
@@ -87,13 +91,9 @@ ORDER BY 1";
 pub async fn survey(connection: &mut PgConnection, key: &str, written: &str) -> Result<Survey, CatalogError> {
     let relation = catalog::relation(connection, key, written).await?;
     let name = relation.qualified();
-    let indexes: Vec<(String, bool, bool, bool, Vec<String>)> =
-        sqlx::query_as(INDEXES).bind(&name).fetch_all(&mut *connection).await?;
-    let primary_key = indexes.iter().find(|(.., is_primary, _)| *is_primary).map(|(.., columns)| columns.clone());
-    let indexes = indexes
-        .into_iter()
-        .map(|(name, is_unique, is_partial, _, columns)| Index { name, is_unique, is_partial, columns })
-        .collect();
+    let indexes = sqlx::query_scalar(INDEXES).bind(&name).fetch_all(&mut *connection).await?;
+    let indexes: Vec<Index> = indexes.into_iter().map(|Json(index)| index).collect();
+    let primary_key = indexes.iter().find(|index| index.is_primary).map(|index| index.columns.clone());
     let referenced_by = foreign_keys(connection, &name, true).await?;
     let triggers = sqlx::query_scalar(TRIGGERS).bind(&name).fetch_all(&mut *connection).await?;
     let rows: f32 = sqlx::query_scalar(
@@ -117,15 +117,8 @@ pub async fn foreign_keys(
     qualified: &str,
     from_others: bool,
 ) -> Result<Vec<ForeignKey>, sqlx::Error> {
-    let rows: Vec<(String, Vec<String>, String, Vec<String>)> =
-        sqlx::query_as(FOREIGN_KEYS).bind(qualified).bind(from_others).fetch_all(connection).await?;
-    let keys = rows.into_iter().map(|(table, columns, target, target_columns)| ForeignKey {
-        table,
-        columns,
-        target,
-        target_columns,
-    });
-    Ok(keys.collect())
+    let keys = sqlx::query_scalar(FOREIGN_KEYS).bind(qualified).bind(from_others).fetch_all(connection).await?;
+    Ok(keys.into_iter().map(|Json(key)| key).collect())
 }
 
 /// Rows that are read to see how often conditions hold.
@@ -232,7 +225,7 @@ pub async fn behind(connection: &mut PgConnection, view: &Relation) -> Result<Ve
 }
 
 /// What says the meaning of a column besides its name.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Deserialize)]
 pub struct Clues {
     /// Its name.
     pub name: String,
@@ -248,39 +241,28 @@ pub struct Clues {
     pub is_condition: bool,
 }
 
-impl FromRow<'_, PgRow> for Clues {
-    fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
-        Ok(Self {
-            name: row.try_get("name")?,
-            is_enum: row.try_get("is_enum")?,
-            is_key: row.try_get("is_key")?,
-            is_now: row.try_get("is_now")?,
-            leads_index: row.try_get("leads_index")?,
-            is_condition: row.try_get("is_condition")?,
-        })
-    }
-}
-
 /// The clues about all columns, in the order of the table.
 ///
 /// # Errors
 /// sqlx's.
 pub async fn clues(connection: &mut PgConnection, relation: &Relation) -> Result<Vec<Clues>, sqlx::Error> {
-    sqlx::query_as(
-        "SELECT a.attname::text AS name, t.typtype = 'e' AS is_enum,
-                EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = a.attrelid AND k.contype IN ('p', 'f')
-                        AND a.attnum = ANY (k.conkey)) AS is_key,
-                coalesce(pg_get_expr(d.adbin, d.adrelid) ~* '(now\\(|current_|clock_timestamp|statement_timestamp)', false) AS is_now,
-                EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indkey[0] = a.attnum
-                        AND NOT i.indisprimary) AS leads_index,
-                EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid
-                        AND pg_get_expr(i.indpred, i.indrelid) ~ ('\\m' || a.attname || '\\M')) AS is_condition
+    let clues = sqlx::query_scalar(
+        "SELECT jsonb_build_object(
+                'name', a.attname, 'is_enum', t.typtype = 'e',
+                'is_key', EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = a.attrelid AND k.contype IN ('p', 'f')
+                        AND a.attnum = ANY (k.conkey)),
+                'is_now', coalesce(pg_get_expr(d.adbin, d.adrelid) ~* '(now\\(|current_|clock_timestamp|statement_timestamp)', false),
+                'leads_index', EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indkey[0] = a.attnum
+                        AND NOT i.indisprimary),
+                'is_condition', EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid
+                        AND pg_get_expr(i.indpred, i.indrelid) ~ ('\\m' || a.attname || '\\M')))
          FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
          WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum",
     )
     .bind(relation.qualified())
     .fetch_all(connection)
-    .await
+    .await?;
+    Ok(clues.into_iter().map(|Json(clues)| clues).collect())
 }
 
 /// The values of a column with their number of rows, the most frequent first, and the labels of its enum; at most
