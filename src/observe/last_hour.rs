@@ -18,6 +18,28 @@ const STEP: Duration = Duration::from_micros(100);
 /// A day: later ones count as this late.
 const MOST_STEPS: u64 = 86_400 * 10_000;
 
+/// How late orders were closed: bounded, however many they are.
+#[derive(Debug, Clone)]
+pub(super) struct Lateness(Histogram<u32>);
+
+impl Default for Lateness {
+    fn default() -> Self {
+        Self(Histogram::new_with_bounds(1, MOST_STEPS, 2).expect("these bounds are valid"))
+    }
+}
+
+impl Lateness {
+    pub fn note(&mut self, lateness: Duration) {
+        let steps = u64::try_from(lateness.as_micros() / STEP.as_micros()).unwrap_or(MOST_STEPS);
+        self.0.saturating_record(steps.clamp(1, MOST_STEPS));
+    }
+
+    /// This part of them was closed at most so many milliseconds late; `None` if there are none.
+    pub fn ms_at(&self, quantile: f64) -> Option<f64> {
+        (!self.0.is_empty()).then(|| self.0.value_at_quantile(quantile) as f64 * STEP.as_secs_f64() * 1e3)
+    }
+}
+
 /// Shared by the closers, which write, and the page, which reads.
 #[derive(Debug, Clone)]
 pub struct SharedLastHour(Arc<Mutex<LastHour>>);
@@ -40,10 +62,7 @@ impl SharedLastHour {
         let minute = hour.minute(now);
         for lateness in lateness {
             minute.closed[index(by)] += 1;
-            if let Some(lateness) = lateness {
-                let steps = u64::try_from(lateness.as_micros() / STEP.as_micros()).unwrap_or(MOST_STEPS);
-                minute.steps_late.saturating_record(steps.clamp(1, MOST_STEPS));
-            }
+            lateness.into_iter().for_each(|lateness| minute.lateness.note(lateness));
         }
     }
 
@@ -71,30 +90,16 @@ pub fn read_together<'a>(hours: impl IntoIterator<Item = &'a SharedLastHour>, no
     minutes.values().map(|minute| minute.read(current)).collect()
 }
 
-/// All minutes of the last hour as one.
+/// All minutes of the last hour as one; `None` if nothing was closed.
 #[must_use]
-pub fn read_as_one(hour: &SharedLastHour, now: Instant) -> ClosedHour {
+pub fn read_as_one(hour: &SharedLastHour, now: Instant) -> Option<ClosedMinute> {
     let mut hour = hour.0.lock().unwrap_or_else(PoisonError::into_inner);
     hour.forget(now);
     let sum = hour.minutes.iter().cloned().reduce(|mut sum, minute| {
         sum.add(&minute);
         sum
     });
-    let Some(read) = sum.map(|sum| sum.read(0)) else { return ClosedHour::default() };
-    ClosedHour { closed: read.closed(), p50_ms: read.p50_ms, p99_ms: read.p99_ms, max_ms: read.max_ms }
-}
-
-/// What was closed in the last hour, and how late.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct ClosedHour {
-    /// By all paths.
-    pub closed: u64,
-    /// As of [`ClosedMinute`].
-    pub p50_ms: Option<f64>,
-    /// As of [`ClosedMinute`].
-    pub p99_ms: Option<f64>,
-    /// As of [`ClosedMinute`].
-    pub max_ms: Option<f64>,
+    sum.map(|sum| sum.read(0))
 }
 
 /// What was closed in a minute, and how late. Lateness is commit time minus deadline.
@@ -141,7 +146,7 @@ struct Minute {
     number: u64,
     closed: [u64; 4],
     asked: u64,
-    steps_late: Histogram<u32>,
+    lateness: Lateness,
 }
 
 const fn index(by: ClosedBy) -> usize {
@@ -169,8 +174,7 @@ impl LastHour {
         self.forget(now);
         let number = self.number(now);
         if self.minutes.back().is_none_or(|latest| latest.number < number) {
-            let steps_late = Histogram::new_with_bounds(1, MOST_STEPS, 2).expect("these bounds are valid");
-            self.minutes.push_back(Minute { number, closed: [0; 4], asked: 0, steps_late });
+            self.minutes.push_back(Minute { number, closed: [0; 4], asked: 0, lateness: Lateness::default() });
         }
         self.minutes.back_mut().expect("it was just added")
     }
@@ -182,12 +186,10 @@ impl Minute {
             *sum += more;
         }
         self.asked += other.asked;
-        self.steps_late.add(&other.steps_late).expect("all minutes have the same bounds");
+        self.lateness.0.add(&other.lateness.0).expect("all minutes have the same bounds");
     }
 
     fn read(&self, current: u64) -> ClosedMinute {
-        let ms = |steps: u64| steps as f64 * STEP.as_secs_f64() * 1e3;
-        let at = |quantile: f64| (!self.steps_late.is_empty()).then(|| ms(self.steps_late.value_at_quantile(quantile)));
         let [alarm, look_ahead, sweep, _] = self.closed;
         ClosedMinute {
             minutes_ago: current.saturating_sub(self.number),
@@ -195,9 +197,9 @@ impl Minute {
             look_ahead,
             sweep,
             asked: self.asked,
-            p50_ms: at(0.5),
-            p99_ms: at(0.99),
-            max_ms: at(1.0),
+            p50_ms: self.lateness.ms_at(0.5),
+            p99_ms: self.lateness.ms_at(0.99),
+            max_ms: self.lateness.ms_at(1.0),
         }
     }
 }
@@ -232,8 +234,8 @@ mod tests {
         let read = read_together([&one, &other], now + Duration::from_secs(60));
         let counts: Vec<_> = read.iter().map(|minute| (minute.minutes_ago, minute.alarm, minute.sweep)).collect();
         assert_eq!(counts, [(1, 1, 1), (0, 0, 1)]);
-        let hour = read_as_one(&other, now + Duration::from_secs(60));
-        assert_eq!((hour.closed, hour.p50_ms), (2, hour.max_ms));
+        let hour = read_as_one(&other, now + Duration::from_secs(60)).unwrap();
+        assert_eq!((hour.closed(), hour.p50_ms), (2, hour.max_ms));
         assert!(read[0].p50_ms.unwrap() < 6.0 && read[0].max_ms.unwrap() > 890.0, "{read:?}");
     }
 
@@ -248,7 +250,7 @@ mod tests {
         hour.note_asked(3, now);
         let read = read_together([&hour], now);
         assert_eq!((read[0].asked, read[0].closed(), read[0].p50_ms), (3, 3, None));
-        assert_eq!(read_as_one(&hour, now).closed, 3);
+        assert_eq!(read_as_one(&hour, now).unwrap().closed(), 3);
     }
 
     #[test]

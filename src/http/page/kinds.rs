@@ -10,7 +10,7 @@ use order_timeout_core::problem::Problem;
 
 use super::super::site::{Shared, View};
 use super::words::{lateness, number, shown};
-use crate::observe::last_hour::{ClosedHour, read_as_one};
+use crate::observe::last_hour::{ClosedMinute, read_as_one};
 use crate::operations::status::OverdueOfKind;
 
 pub(super) fn section(shared: &Shared, view: Option<&View>, now: Instant) -> Markup {
@@ -38,7 +38,7 @@ fn row(shared: &Shared, view: Option<&View>, kind: &Kind, now: Instant) -> Marku
     let of_kind = overview.and_then(|overview| overview.kinds.iter().find(|of| of.kind == *kind));
     let forecast = view.and_then(|view| view.forecasts.get(kind)).and_then(|forecast| forecast.as_ref().ok());
     let served = shared.served.list().into_iter().find(|served| served.kind == *kind);
-    let hour = served.as_ref().map(|served| read_as_one(&served.last_hour, now)).unwrap_or_default();
+    let hour = served.as_ref().and_then(|served| read_as_one(&served.last_hour, now));
     html! {
         tr {
             th scope="row" data-name="kind" { a href=(format!("/pending?kind={kind}")) { (kind) } }
@@ -48,7 +48,7 @@ fn row(shared: &Shared, view: Option<&View>, kind: &Kind, now: Instant) -> Marku
             td.number data-name="due in 6 h" {
                 @match forecast { Some(forecast) => (number(forecast.total.orders)), None => "–" }
             }
-            (closes(&hour))
+            (closes(hour.as_ref()))
             td data-name="state" {
                 @if overview.is_some_and(|overview| overview.is_paused(kind)) { p.bad { "closing is paused" } }
                 @else { (state(shared, kind, served.is_some(), of_kind)) }
@@ -65,12 +65,12 @@ fn overdue(of_kind: Option<&OverdueOfKind>) -> String {
     }
 }
 
-fn closes(hour: &ClosedHour) -> Markup {
+fn closes(hour: Option<&ClosedMinute>) -> Markup {
     let ms = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), lateness);
     html! {
-        td.number data-name="closed" { (number(hour.closed)) }
-        td.number data-name="p99 late" { (ms(hour.p99_ms)) }
-        td.number data-name="latest" { (ms(hour.max_ms)) }
+        td.number data-name="closed" { (number(hour.map_or(0, ClosedMinute::closed))) }
+        td.number data-name="p99 late" { (ms(hour.and_then(|hour| hour.p99_ms))) }
+        td.number data-name="latest" { (ms(hour.and_then(|hour| hour.max_ms))) }
     }
 }
 
