@@ -14,24 +14,6 @@ use crate::sanitize;
 /// How often an idle loop reports that it runs.
 pub const BEAT_EVERY: Duration = Duration::from_secs(1);
 
-/// The loops that each kind has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loop {
-    /// Passes inputs to the engine and runs its actions.
-    EventLoop,
-    /// Keeps the consumer session open. Only with a broker.
-    Supervisor,
-}
-
-impl Loop {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::EventLoop => "event loop",
-            Self::Supervisor => "supervisor loop",
-        }
-    }
-}
-
 /// What the worker as a whole is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifecycle {
@@ -80,27 +62,33 @@ fn one_line(problem: &Problem) -> String {
 
 /// When a loop last began an iteration.
 #[derive(Debug)]
-struct Beat {
+pub struct Beat {
+    name: &'static str,
     began: Instant,
     /// In milliseconds since `began`.
     last_ms: AtomicU64,
 }
 
 impl Beat {
-    fn new() -> Self {
-        Self { began: Instant::now(), last_ms: AtomicU64::new(0) }
+    fn new(name: &'static str) -> Self {
+        Self { name, began: Instant::now(), last_ms: AtomicU64::new(0) }
     }
 
-    fn note(&self, now: Instant) {
+    /// The loop begins an iteration.
+    pub fn note(&self) {
+        self.note_at(Instant::now());
+    }
+
+    fn note_at(&self, now: Instant) {
         let since = u64::try_from(now.saturating_duration_since(self.began).as_millis()).unwrap_or(u64::MAX);
         self.last_ms.store(since, Ordering::Relaxed);
     }
 
     /// The sentence about a loop without progress for longer than this.
-    fn why_stalled(&self, name: &str, longest: Duration, now: Instant) -> Option<Problem> {
+    fn why_stalled(&self, longest: Duration, now: Instant) -> Option<Problem> {
         let beat = self.began + Duration::from_millis(self.last_ms.load(Ordering::Relaxed));
         let stalled_for = now.saturating_duration_since(beat);
-        let what = format!("the {name} has made no progress for {} s", stalled_for.as_secs());
+        let what = format!("the {} has made no progress for {} s", self.name, stalled_for.as_secs());
         (stalled_for > longest).then(|| Problem::described(Cause::Stalled, what))
     }
 }
@@ -110,7 +98,8 @@ impl Beat {
 pub struct Health {
     /// How long one iteration of a loop may take.
     longest_iteration: Duration,
-    outboxes: Beat,
+    /// Empties the outboxes.
+    pub outboxes: Beat,
     state: Mutex<State>,
 }
 
@@ -126,8 +115,10 @@ struct State {
 #[derive(Debug)]
 pub struct KindHealth {
     kind: Kind,
-    event_loop: Beat,
-    supervisor: Beat,
+    /// Passes inputs to the engine and runs its actions.
+    pub event_loop: Beat,
+    /// Keeps the consumer session open. Only with a broker.
+    pub supervisor: Beat,
     state: Mutex<KindState>,
 }
 
@@ -147,22 +138,10 @@ struct KindState {
 }
 
 impl KindHealth {
-    /// This loop begins an iteration.
-    pub fn beat(&self, of: Loop) {
-        self.beat_at(of, Instant::now());
-    }
-
-    fn beat_at(&self, of: Loop, now: Instant) {
-        match of {
-            Loop::EventLoop => self.event_loop.note(now),
-            Loop::Supervisor => self.supervisor.note(now),
-        }
-    }
-
     /// Its loops are started: from now on each must make progress.
     pub fn note_started(&self) {
-        self.beat(Loop::EventLoop);
-        self.beat(Loop::Supervisor);
+        self.event_loop.note();
+        self.supervisor.note();
         self.state().has_started = true;
     }
 
@@ -178,12 +157,12 @@ impl KindHealth {
 
     /// A consumer session is open, or why none is.
     pub fn note_session(&self, no_session: Option<&str>) {
-        note(&mut self.state().no_session, no_session);
+        self.state().no_session = no_session.map(str::to_owned);
     }
 
     /// The database is usable, or why it is not.
     pub fn note_database(&self, no_database: Option<&str>) {
-        note(&mut self.state().no_database, no_database);
+        self.state().no_database = no_database.map(str::to_owned);
     }
 
     /// Closing is paused for these reasons, or is not.
@@ -205,10 +184,9 @@ impl KindHealth {
             let state = self.state();
             (state.has_started, state.has_broker)
         };
-        let event_loop = Some((Loop::EventLoop, &self.event_loop)).filter(|_| has_started);
-        let supervisor = Some((Loop::Supervisor, &self.supervisor)).filter(|_| has_started && has_broker);
-        let loops = [event_loop, supervisor].into_iter().flatten();
-        loops.filter_map(|(of, beat)| beat.why_stalled(of.name(), longest, now)).collect()
+        let loops = [(&self.event_loop, has_started), (&self.supervisor, has_started && has_broker)];
+        let runs = loops.into_iter().filter(|(_, runs)| *runs);
+        runs.filter_map(|(beat, _)| beat.why_stalled(longest, now)).collect()
     }
 
     fn problems(&self, lifecycle: Lifecycle) -> Vec<Problem> {
@@ -242,7 +220,7 @@ impl Health {
     #[must_use]
     pub fn new(longest_iteration: Duration) -> Self {
         let state = State { lifecycle: Lifecycle::Starting, kinds: Vec::new(), degraded: Degraded::default() };
-        Self { longest_iteration, outboxes: Beat::new(), state: Mutex::new(state) }
+        Self { longest_iteration, outboxes: Beat::new("outbox loop"), state: Mutex::new(state) }
     }
 
     /// Adds the health of one more kind.
@@ -256,20 +234,15 @@ impl Health {
             no_database: None,
             closing_paused: Vec::new(),
         };
-        let (event_loop, supervisor) = (Beat::new(), Beat::new());
+        let (event_loop, supervisor) = (Beat::new("event loop"), Beat::new("supervisor loop"));
         let health = Arc::new(KindHealth { kind: kind.clone(), event_loop, supervisor, state: Mutex::new(state) });
         self.state().kinds.push(health.clone());
         health
     }
 
-    /// The loop that empties the outboxes begins an iteration.
-    pub fn beat_outboxes(&self) {
-        self.outboxes.note(Instant::now());
-    }
-
     /// The worker's loops are started: from now on each must make progress.
     pub fn mark_running(&self) {
-        self.beat_outboxes();
+        self.outboxes.note();
         self.state().lifecycle = Lifecycle::Running;
     }
 
@@ -305,7 +278,7 @@ impl Health {
         let mut stalled = Vec::new();
         if state.lifecycle == Lifecycle::Running {
             stalled = state.of_each_kind(|kind| kind.stalled(longest, now));
-            stalled.extend(self.outboxes.why_stalled("outbox loop", longest, now));
+            stalled.extend(self.outboxes.why_stalled(longest, now));
         }
         Report::new("alive", stalled)
     }
@@ -373,13 +346,6 @@ impl State {
     }
 }
 
-/// The event loop reports in every iteration; only a change is written.
-fn note(known: &mut Option<String>, reported: Option<&str>) {
-    if known.as_deref() != reported {
-        *known = reported.map(str::to_owned);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -400,7 +366,7 @@ mod tests {
     fn names_stalled_loops() {
         let (health, kinds) = running(&["order"]);
         let later = Instant::now() + LONGEST_ITERATION + Duration::from_secs(13);
-        kinds[0].beat_at(Loop::EventLoop, later);
+        kinds[0].event_loop.note_at(later);
         assert!(health.is_alive().is_healthy);
         let report = health.is_alive_at(later);
         assert!(!report.is_healthy);
@@ -416,9 +382,9 @@ mod tests {
     fn lines_name_one_of_several_kinds() {
         let (health, kinds) = running(&["order", "acceptance"]);
         let later = Instant::now() + LONGEST_ITERATION + Duration::from_secs(13);
-        health.outboxes.note(later);
-        kinds[0].beat_at(Loop::EventLoop, later);
-        kinds.iter().for_each(|kind| kind.beat_at(Loop::Supervisor, later));
+        health.outboxes.note_at(later);
+        kinds[0].event_loop.note_at(later);
+        kinds.iter().for_each(|kind| kind.supervisor.note_at(later));
         let line = "kind acceptance: the event loop has made no progress for 73 s";
         assert_eq!(health.is_alive_at(later).lines(), [line]);
         kinds[1].note_database(Some("a table is missing"));

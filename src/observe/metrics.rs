@@ -3,8 +3,6 @@
 //! Counts, never decides: nothing in the worker reads a metric. No global state, so that several workers in one process
 //! have separate figures. A test keeps the table in docs/operating/monitor.md equal to the one here.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use order_timeout_core::alarm::{ParkReason, SourceQueue};
@@ -15,8 +13,8 @@ use order_timeout_providers::Load;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{
-    Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry, TextEncoder,
+    GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    TextEncoder,
 };
 
 use crate::observe::degraded;
@@ -112,54 +110,18 @@ instruments! {
     Histogram, HistogramVec: "histogram" by histogram_options;
 }
 
-/// A value that is read from elsewhere. It is absent before the first reading and after a failed one: an unknown value
+/// Values that are read from elsewhere. Each is absent before the first reading and after a failed one: an unknown value
 /// must not look like zero.
-#[derive(Debug, Clone)]
-pub struct Reading {
-    gauge: Gauge,
-    is_known: Arc<AtomicBool>,
-}
-
-impl Reading {
-    /// The value that was read; `None` if it could not be read.
-    pub fn show(&self, value: Option<f64>) {
-        if let Some(value) = value {
-            self.gauge.set(value);
-        }
-        self.is_known.store(value.is_some(), Ordering::Relaxed);
-    }
-}
-
-impl Collector for Reading {
-    fn desc(&self) -> Vec<&Desc> {
-        self.gauge.desc()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        if self.is_known.load(Ordering::Relaxed) { self.gauge.collect() } else { Vec::new() }
-    }
-}
-
-impl Instrument for Reading {
-    const KIND: &'static str = "gauge";
-    const IS_READING: bool = true;
-
-    fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self> {
-        Ok(Self { gauge: Gauge::with_opts(options(listed, of))?, is_known: Arc::default() })
-    }
-}
-
-/// The same for a metric with a label.
 #[derive(Debug, Clone)]
 pub struct Readings(GaugeVec);
 
 impl Readings {
-    /// The value of this series; `None` if it could not be read.
-    pub fn show(&self, series: &str, value: Option<f64>) {
+    /// The value that was read, `None` if it could not be; `series` is the value of the metric's label, if it has one.
+    pub fn show(&self, series: &[&str], value: Option<f64>) {
         match value {
-            Some(value) => self.0.with_label_values(&[series]).set(value),
+            Some(value) => self.0.with_label_values(series).set(value),
             // Fails if the series is already absent.
-            None => drop(self.0.remove_label_values(&[series])),
+            None => drop(self.0.remove_label_values(series)),
         }
     }
 }
@@ -179,8 +141,8 @@ impl Instrument for Readings {
     const IS_READING: bool = true;
 
     fn new(listed: &Listed, of: Of<'_>) -> prometheus::Result<Self> {
-        let label = listed.label.expect("a metric with series has a label");
-        Ok(Self(GaugeVec::new(options(listed, of), &[label.name])?))
+        let labels: Vec<&str> = listed.label.iter().map(|label| label.name).collect();
+        Ok(Self(GaugeVec::new(options(listed, of), &labels)?))
     }
 }
 
@@ -300,7 +262,7 @@ metrics! {
         "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
     degraded: IntGaugeVec = "order_timeout_degraded" { "cause": degraded::WORDS },
         "1 while this cause degrades the worker although orders are closed; /readyz says why.";
-    orders_unresolved: Reading = "order_timeout_orders_unresolved",
+    orders_unresolved: Readings = "order_timeout_orders_unresolved",
         "Orders that a provider's answers could not decide and that wait for a person; absent while they cannot be read.";
     build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
         "1, with the version of the worker.";
@@ -339,7 +301,7 @@ metrics! {
         "Orders that the sweep or the look-ahead closed although a session was open and their alarms were to arrive in time.";
     orders_backed_off: IntGauge = "order_timeout_orders_backed_off",
         "Overdue orders that could not be closed and wait for a later retry.";
-    oldest_overdue: Reading = "order_timeout_oldest_overdue_seconds",
+    oldest_overdue: Readings = "order_timeout_oldest_overdue_seconds",
         "Time since the deadline of the oldest unpaid order that the last sweep found; 0 if it found none, absent while the sweep cannot read.";
     sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
         "Times the query for overdue orders failed.";
@@ -351,9 +313,9 @@ metrics! {
         "Consumer sessions opened.";
     database_unavailable: IntGauge = "order_timeout_database_unavailable",
         "1 while the database closes nothing, does not answer, or the query for overdue orders fails.";
-    clock_offset: Reading = "order_timeout_clock_offset_seconds",
+    clock_offset: Readings = "order_timeout_clock_offset_seconds",
         "The database's clock minus this machine's wall clock, which the worker does not use; absent while it cannot be read.";
-    clock_uncertainty: Reading = "order_timeout_clock_uncertainty_seconds",
+    clock_uncertainty: Readings = "order_timeout_clock_uncertainty_seconds",
         "Round trip of the latest reading of the database's clock; the error is at most half of it. Absent while it cannot be read.";
 }
 
@@ -505,15 +467,15 @@ mod tests {
             assert_eq!(shown(listed.name), None, "{} is shown before it was read", listed.name);
         }
         let overdue = "order_timeout_oldest_overdue_seconds{kind=\"order\"}";
-        of_kind.oldest_overdue.show(Some(0.0));
+        of_kind.oldest_overdue.show(&[], Some(0.0));
         assert_eq!(shown(overdue), Some("0".into()));
-        of_kind.oldest_overdue.show(None);
+        of_kind.oldest_overdue.show(&[], None);
         assert_eq!(shown(overdue), None, "it could not be read");
         let age = |outbox: &str| format!("order_timeout_outbox_age_seconds{{outbox=\"{outbox}\"}}");
-        metrics.outbox_age.show(ALARMS, Some(1.5));
-        metrics.outbox_age.show(EVENTS, None);
+        metrics.outbox_age.show(&[ALARMS], Some(1.5));
+        metrics.outbox_age.show(&[EVENTS], None);
         assert_eq!((shown(&age(ALARMS)), shown(&age(EVENTS))), (Some("1.5".into()), None));
-        metrics.outbox_age.show(ALARMS, None);
+        metrics.outbox_age.show(&[ALARMS], None);
         assert_eq!(shown(&age(ALARMS)), None, "it could not be read");
     }
 

@@ -281,18 +281,15 @@ impl KindRecorder {
         }
     }
 
-    /// The difference between the database's clock and the wall clock, which is read only for this.
-    pub fn clock(&self, clock: &DatabaseClock) {
-        let (database, local) = (clock.now(), Timestamp::now_by_local_clock());
-        let offset_micros = database.unix_micros().saturating_sub(local.unix_micros());
-        self.metrics.clock_offset.show(Some(offset_micros as f64 / 1e6));
-        self.metrics.clock_uncertainty.show(Some(clock.uncertainty().as_secs_f64()));
-    }
-
-    /// The database's clock could not be read.
-    pub fn no_clock(&self) {
-        self.metrics.clock_offset.show(None);
-        self.metrics.clock_uncertainty.show(None);
+    /// The difference between the database's clock and the wall clock, which is read only for this; `None` if the database's
+    /// could not be read.
+    pub fn clock(&self, clock: Option<&DatabaseClock>) {
+        let offset_s = |clock: &DatabaseClock| {
+            let local = Timestamp::now_by_local_clock();
+            clock.now().unix_micros().saturating_sub(local.unix_micros()) as f64 / 1e6
+        };
+        self.metrics.clock_offset.show(&[], clock.map(offset_s));
+        self.metrics.clock_uncertainty.show(&[], clock.map(|clock| clock.uncertainty().as_secs_f64()));
     }
 }
 

@@ -24,7 +24,7 @@ use crate::effects::clock::ClockReading;
 use crate::effects::closing_watch::ClosingReport;
 use crate::give_way::ClosingFlag;
 use crate::observe::degraded::Cause;
-use crate::observe::health::{BEAT_EVERY, Loop};
+use crate::observe::health::BEAT_EVERY;
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::inspect::sweep_watch::SweepWatch;
 use crate::observe::recorder::KindRecorder;
@@ -102,9 +102,9 @@ impl EventLoop {
         let mut delivered = Vec::with_capacity(INPUTS_AT_ONCE);
         let mut stopping = false;
         let mut inbox_is_open = true;
-        self.recorder.clock(&self.clock);
+        self.recorder.clock(Some(&self.clock));
         loop {
-            self.recorder.health.beat(Loop::EventLoop);
+            self.recorder.health.event_loop.note();
             if self.run_actions() || self.has_more_to_do() {
                 // Tasks that were started go first. In a burst the engine has more to wake for many rounds that do not wait for
                 // anything: without this, the first batches would be sent, and their results read, only after the last round.
@@ -182,7 +182,7 @@ impl EventLoop {
         match reading {
             Ok(sample) => {
                 self.clock.learn(sample);
-                self.recorder.clock(&self.clock);
+                self.recorder.clock(Some(&self.clock));
                 self.engine.handle(Input::ClockRead, self.clock.now());
                 self.report_counts();
                 // Arrives each second, so that collected counts are logged even if nothing else happens.
@@ -194,7 +194,7 @@ impl EventLoop {
                 self.recorder.degraded(Cause::OrdersContract, why.as_deref());
             }
             Err(why) => {
-                self.recorder.no_clock();
+                self.recorder.clock(None);
                 self.engine.handle(Input::ClockNotRead(why), self.clock.now());
             }
         }
@@ -273,7 +273,7 @@ impl EventLoop {
         metrics.orders_backed_off.set(snapshot.backed_off as i64);
         let overdue_for = snapshot.oldest_overdue.map_or(Duration::ZERO, |deadline| now.since(deadline));
         let is_known = snapshot.overdue_is_known && self.effects.finds_overdue();
-        metrics.oldest_overdue.show(is_known.then_some(overdue_for.as_secs_f64()));
+        metrics.oldest_overdue.show(&[], is_known.then_some(overdue_for.as_secs_f64()));
         let why = snapshot.unavailable.map(Unavailable::reason);
         metrics.database_unavailable.set(i64::from(why.is_some()));
         self.recorder.health.note_database(why.map(postgres::without_server_message).as_deref());

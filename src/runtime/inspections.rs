@@ -148,7 +148,7 @@ impl CatalogInspection {
         }
         // Also where no provider is asked any more: the orders that were asked about before still wait.
         let unresolved = unresolved::count(&self.database).await;
-        self.recorder.metrics.orders_unresolved.show(unresolved.ok().map(|count| count as f64));
+        self.recorder.metrics.orders_unresolved.show(&[], unresolved.ok().map(|count| count as f64));
     }
 }
 

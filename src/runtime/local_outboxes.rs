@@ -42,7 +42,7 @@ impl LocalOutboxesLoop {
     /// Runs until `ends`, then announces what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         loop {
-            self.recorder.health.beat_outboxes();
+            self.recorder.health.outboxes.note();
             let is_last = ends.is_cancelled();
             // Each by itself: events that cannot be announced do not keep old rows.
             let announced = self.announce_in_turn(is_last).await;
@@ -109,7 +109,7 @@ impl LocalOutboxesLoop {
         }
         self.measure_at = Instant::now() + BEAT_EVERY;
         let age = self.outboxes.age().await;
-        self.recorder.metrics.outbox_age.show(EVENTS, age.as_ref().ok().map(Duration::as_secs_f64));
+        self.recorder.metrics.outbox_age.show(&[EVENTS], age.as_ref().ok().map(Duration::as_secs_f64));
         age.map(drop)
     }
 }

@@ -112,7 +112,7 @@ impl Outboxes {
     /// Runs until `ends`, then sends what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         loop {
-            self.recorder.health.beat_outboxes();
+            self.recorder.health.outboxes.note();
             // Rows that were committed before the end are in this round, or in the one after a full batch.
             let is_last = ends.is_cancelled();
             let round = self.round(is_last).await;
@@ -120,7 +120,7 @@ impl Outboxes {
             if self.database_answers {
                 self.measure(round != Round::NotOurs).await;
             } else {
-                [ALARMS, EVENTS].into_iter().for_each(|outbox| self.recorder.metrics.outbox_age.show(outbox, None));
+                [ALARMS, EVENTS].into_iter().for_each(|outbox| self.recorder.metrics.outbox_age.show(&[outbox], None));
             }
             if is_last && round != Round::More {
                 return self.lock.resign().await;
@@ -226,7 +226,7 @@ impl Outboxes {
                 debug!(%error, outbox, "the age of an outbox could not be read");
             }
             let age_s = |backlog: &Backlog| backlog.age.as_secs_f64();
-            self.recorder.metrics.outbox_age.show(outbox, backlog.as_ref().ok().map(age_s));
+            self.recorder.metrics.outbox_age.show(&[outbox], backlog.as_ref().ok().map(age_s));
         }
         self.alarms_watch.note_backlog(&alarms, now);
         self.events_watch.note_backlog(&events, now);

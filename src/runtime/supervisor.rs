@@ -22,7 +22,7 @@ use crate::config::Settings;
 use crate::deliver::{DeclaredAgain, OpenError, Opening, Session, SessionEnd, purge_commands};
 use crate::loop_backoff::Backoff;
 use crate::observe::degraded::Cause;
-use crate::observe::health::{BEAT_EVERY, Loop};
+use crate::observe::health::BEAT_EVERY;
 use crate::observe::recorder::KindRecorder;
 
 /// The number of the session that is opened at the start.
@@ -107,7 +107,7 @@ impl Supervisor {
         let mut session = first;
         let mut backoff = Backoff::new();
         loop {
-            self.recorder.health.beat(Loop::Supervisor);
+            self.recorder.health.supervisor.note();
             if let Some(open) = session.take() {
                 let opened = Instant::now();
                 self.had_session = true;
@@ -201,7 +201,7 @@ impl Supervisor {
         // Concurrently: an overloaded broker may take a minute to declare.
         let mut declaring = None;
         loop {
-            self.recorder.health.beat(Loop::Supervisor);
+            self.recorder.health.supervisor.note();
             if opened.elapsed() >= STABLE_AFTER {
                 self.broker_failed = false;
                 if std::mem::take(&mut self.unreadable) {
@@ -270,7 +270,7 @@ impl Supervisor {
             if let Ok(phase) = tokio::time::timeout(BEAT_EVERY, wanted).await {
                 return phase.is_ok_and(|phase| *phase == Phase::Consume);
             }
-            self.recorder.health.beat(Loop::Supervisor);
+            self.recorder.health.supervisor.note();
         }
     }
 
