@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lapin::BasicProperties;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldArray, FieldTable, LongString};
-use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout::operations::doctor::{Options, examine};
@@ -25,9 +25,6 @@ use tokio::task::JoinHandle;
 
 /// How soon a worker must name a cause, and stop naming it after the cure.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);
-/// The same of what a probe finds while nothing is missing, which is sent once a minute.
-const PROBED_WITHIN: Duration = Duration::from_secs(75);
-
 /// Serves the worker's pages, and uses the default grace of the sweep.
 fn pages_and_sweep(settings: &mut Settings) {
     serve_http(settings);
@@ -188,53 +185,6 @@ fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(
 async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> String {
     let broker = broker.clone();
     tokio::task::spawn_blocking(move || broker.ctl(arguments)).await.unwrap()
-}
-
-#[test]
-fn alternate_exchange_policy_is_named() {
-    on_private_broker(async |env, broker| {
-        let worker = env.worker().await;
-        let lane = env.names().lane_queue(&Kind::ORDER, "2s", 0);
-        // A foreign exchange, which receives the messages that would be lost otherwise.
-        let declared = env.channel.exchange_declare(
-            "lost".into(),
-            ExchangeKind::Fanout,
-            Default::default(),
-            FieldTable::default(),
-        );
-        declared.await.unwrap();
-        env.channel.queue_declare("lost".into(), Default::default(), FieldTable::default()).await.unwrap();
-        let bound =
-            env.channel.queue_bind("lost".into(), "lost".into(), "".into(), Default::default(), FieldTable::default());
-        bound.await.unwrap();
-        ctl(&broker, &["set_policy", "lost", ".*", r#"{"alternate-exchange":"lost"}"#, "--apply-to", "exchanges"])
-            .await;
-        wait_until_named(&worker, "alternate_exchange", PROBED_WITHIN, "alternate-exchange").await;
-        // The objects are also declared again when the policy is found, so the first deletion may go unnoticed.
-        wait_for("the deleted queue named", async || {
-            env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            why(&worker, "topology").await.is_some_and(|why| why.contains(&format!("{lane:?}")))
-        })
-        .await;
-        wait_until_cured(&worker, "topology").await;
-        assert_eq!(env.depth(&lane).await, 0, "it exists");
-        ctl(&broker, &["clear_policy", "lost"]).await;
-        wait_until_cured(&worker, "alternate_exchange").await;
-        worker.stop().await;
-    });
-}
-
-#[test]
-fn refused_publishing_is_named() {
-    on_private_broker(async |env, broker| {
-        let worker = env.worker().await;
-        ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
-        let wheel = format!("does not let this user declare or use exchange {:?}", env.names().wheel());
-        wait_until_named(&worker, "topology", PROBED_WITHIN, &wheel).await;
-        ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
-        wait_until_cured(&worker, "topology").await;
-        worker.stop().await;
-    });
 }
 
 /// Publishes a message that crashes the dead-letter worker of RabbitMQ 3.10.

@@ -5,8 +5,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Closes of this time are looked at.
-const LATELY: Duration = Duration::from_secs(60);
+/// Closes of this time are looked at: a shop may close one order a minute.
+const LATELY: Duration = Duration::from_secs(600);
 /// Fewer show nothing: an alarm may be parked, or was never scheduled.
 const FEW_SWEPT: u64 = 3;
 /// One close in so many may be without an alarm.
@@ -54,13 +54,15 @@ impl SweepWatch {
         let last_swept = self.last_swept?;
         let arrives_again = self.last_by_alarm.is_some_and(|by_alarm| by_alarm > last_swept);
         if arrives_again && now.duration_since(last_swept) > OVER_AFTER {
+            // What is over must not count again with the next order whose alarm was parked.
+            self.seconds.clear();
             return None;
         }
         let sum = |of: fn(&Second) -> u64| self.seconds.iter().map(of).sum::<u64>();
         let (swept, closed) = (sum(|second| second.swept), sum(|second| second.closed));
         (swept >= FEW_SWEPT && swept * SWEPT_OF > closed).then(|| {
             format!(
-                "{swept} of {closed} orders in the last minute were closed without their alarms although a consumer session is open, as they were read from the database; schedule an alarm for every order, find out whether a publisher floods the inbox or the processing queue (`rabbitmqctl list_queues`), and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
+                "{swept} of {closed} orders in the last ten minutes were closed without their alarms although a consumer session is open, as they were read from the database; schedule an alarm for every order, find out whether a publisher floods the inbox or the processing queue (`rabbitmqctl list_queues`), and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
             )
         })
     }
@@ -95,10 +97,27 @@ mod tests {
     }
 
     #[test]
-    fn without_orders_it_ends_after_a_minute() {
+    fn without_orders_it_ends_after_ten_minutes() {
         let (mut watch, began) = (SweepWatch::default(), Instant::now());
         watch.closed(9, 0, began);
-        assert!(watch.why(after(began, 59)).is_some());
-        assert_eq!(watch.why(after(began, 61)), None);
+        assert!(watch.why(after(began, 599)).is_some());
+        assert_eq!(watch.why(after(began, 601)), None);
+    }
+
+    #[test]
+    fn one_order_a_minute_is_enough() {
+        let (mut watch, began) = (SweepWatch::default(), Instant::now());
+        (0..3).for_each(|minute| watch.closed(1, 0, after(began, 60 * minute)));
+        assert!(watch.why(after(began, 120)).is_some());
+    }
+
+    #[test]
+    fn what_is_over_counts_no_more() {
+        let (mut watch, began) = (SweepWatch::default(), Instant::now());
+        watch.closed(9, 0, began);
+        watch.closed(0, 1, after(began, 1));
+        assert_eq!(watch.why(after(began, 9)), None);
+        watch.closed(1, 0, after(began, 10));
+        assert_eq!(watch.why(after(began, 10)), None);
     }
 }

@@ -227,10 +227,13 @@ async fn foreign_consumer_is_found(stack: &Stack) {
 }
 
 async fn wrong_accounts_are_found(stack: &Stack, broker: &Private) {
-    ctl_there(broker, "set_permissions", &["guest", "^$", ".*", ".*"]);
-    let finding = stack.found_in_time(Cause::BrokerRights).await;
-    meanwhile(|| broker.run_printed(&finding.fix));
-    stack.wait_until_nothing_found("the rights given").await;
+    // What may be declared, then what may be published to.
+    for (configure, write) in [("^$", ".*"), (".*", r"^(?!.*\.wheel$).*")] {
+        ctl_there(broker, "set_permissions", &["guest", configure, write, ".*"]);
+        let finding = stack.found_in_time(Cause::BrokerRights).await;
+        meanwhile(|| broker.run_printed(&finding.fix));
+        stack.wait_until_nothing_found("the rights given").await;
+    }
 }
 
 /// As an operator sees it: with a worker, over the command line.
