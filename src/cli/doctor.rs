@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::operations::doctor::{self, ManagementAddress, Options, Report, Verdict};
+use crate::operations::doctor::{self, Check, ManagementAddress, Options, Report};
 
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
@@ -39,18 +39,18 @@ fn write(report: &Report, to: &mut CommandOutcome) {
     // Those with the same reason in one line.
     let mut not_known: Vec<(&str, Vec<&str>)> = Vec::new();
     for check in &report.checks {
-        let name = check.cause.as_str();
-        match &check.verdict {
-            Verdict::Ok { what } => {
+        let name = check.cause().as_str();
+        match check {
+            Check::Ok { what, .. } => {
                 passed += 1;
                 what.iter().for_each(|what| to.line(format!("ok: {name}: {what}")));
             }
-            Verdict::NotKnown { what } => match not_known.iter_mut().find(|(why, _)| why == what) {
+            Check::NotKnown { what, .. } => match not_known.iter_mut().find(|(why, _)| why == what) {
                 Some((_, names)) => names.push(name),
                 None => not_known.push((what, vec![name])),
             },
-            Verdict::Warning(problem) => write_problem("warning", problem, to),
-            Verdict::Error(problem) => write_problem("error", problem, to),
+            Check::Warning(problem) => write_problem("warning", problem, to),
+            Check::Error(problem) => write_problem("error", problem, to),
         }
     }
     for (why, names) in not_known {

@@ -11,6 +11,7 @@ use crate::config::kinds::{self, OrdersOf};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::{MappingError, Questions, Rendered, render};
+use crate::observe::inspect::plan::Plans;
 use crate::postgres::attempts;
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::contract::StatementSource;
@@ -216,6 +217,13 @@ pub fn names(settings: &Settings, kind: &Kind) -> (String, String) {
         }
         Some(OrdersOf::DefaultTables) | None => ("sql/close.sql".to_owned(), "sql/overdue.sql".to_owned()),
     }
+}
+
+/// What looks at the plans of this kind's statements.
+pub(crate) fn plans(settings: &Settings, kind: &Kind, closer: &Closer, sweeper: &Sweeper) -> Plans {
+    let (close_name, overdue_name) = names(settings, kind);
+    let own_close = (!settings.has_default_orders(kind)).then_some((closer, close_name));
+    Plans::new(sweeper, overdue_name, own_close)
 }
 
 /// ` (from shop.toml)`

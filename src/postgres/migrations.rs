@@ -52,6 +52,60 @@ fn migration((name, sql): (&'static str, &'static str)) -> Migration {
     Migration::new(version, description.replace('_', " ").into(), MigrationType::Simple, sql.into_sql_str(), false)
 }
 
+/// The name of the migration that creates this table, and what stands between its parentheses.
+fn table(name: &str) -> (&'static str, &'static str) {
+    let begin = format!("CREATE TABLE {name} (\n");
+    let found = MIGRATIONS.iter().find_map(|(file, sql)| Some((*file, sql.split_once(&begin)?.1)));
+    let (file, rest) = found.expect("a test looks for every table that a worker needs");
+    (file, rest.split("\n);").next().unwrap_or_default())
+}
+
+/// The name of the migration that creates this table of ours.
+pub fn creates(name: &str) -> &'static str {
+    table(name).0
+}
+
+/// The columns that this table of ours was created with: each begins a line, in small letters.
+pub fn columns_of(name: &str) -> Vec<&'static str> {
+    let begins = table(name).1.lines().filter_map(|line| line.strip_prefix("    ")?.split(' ').next());
+    begins.filter(|word| word.starts_with(|first: char| first.is_ascii_lowercase())).collect()
+}
+
+/// An index as its migration creates it.
+pub struct NewIndex {
+    statement: &'static str,
+    pub table: &'static str,
+    pub first_column: &'static str,
+    pub is_unique: bool,
+    /// A part of its condition; empty if it has none.
+    pub condition: &'static str,
+}
+
+impl NewIndex {
+    /// The statement that creates it while others write.
+    pub fn create_concurrently(&self) -> String {
+        self.statement.replacen("INDEX ", "INDEX CONCURRENTLY ", 1)
+    }
+}
+
+/// The index of this name.
+pub fn index(name: &str) -> NewIndex {
+    let named = format!("INDEX {name} ON ");
+    let lines = MIGRATIONS.iter().flat_map(|(_, sql)| sql.lines());
+    let found = lines.filter_map(|line| Some((line.strip_suffix(';')?, line.split_once(&named)?.1))).next();
+    let (statement, rest) = found.expect("a test looks for every index that a worker needs");
+    let (table, columns) = rest.split_once(" (").unwrap_or((rest, ""));
+    let condition = rest.split_once(" WHERE ").map_or("", |(_, condition)| condition.trim_end_matches(';'));
+    NewIndex {
+        statement,
+        table,
+        first_column: columns.split([',', ')']).next().unwrap_or_default(),
+        is_unique: statement.starts_with("CREATE UNIQUE"),
+        // Postgres writes a comparison with a word in its own way.
+        condition: condition.split('\'').nth(1).unwrap_or(condition),
+    }
+}
+
 /// Identifies connections that change the schema, which has no time limit.
 const SETUP_NAME: &str = "order-timeout setup";
 

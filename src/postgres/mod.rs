@@ -19,7 +19,7 @@ mod error;
 pub mod grants;
 mod lease;
 pub mod lock_holders;
-mod migrations;
+pub(crate) mod migrations;
 mod operator;
 pub mod parked_alarms;
 mod session;

@@ -5,6 +5,7 @@
 //! worker, and one for the statements of each kind.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout_core::engine::Share;
@@ -14,16 +15,14 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::active_kinds::ActiveKinds;
-use crate::config::Settings;
-use crate::effects::close::Closer;
-use crate::effects::sweep::Sweeper;
+use super::kind_worker::Shared;
 use crate::give_way::GiveWay;
-use crate::observe::degraded::{Cause, Problem};
+use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
-use crate::observe::inspect::registration::{Registered, Registration};
+use crate::observe::inspect::registration::{Registered, Registration, not_served};
 use crate::observe::inspect::schema::Schema;
 use crate::observe::recorder::{KindRecorder, Recorder};
-use crate::operations::{orders_statements, unresolved};
+use crate::operations::unresolved;
 use crate::postgres::{Database, one_line};
 
 /// How often the database is checked.
@@ -34,22 +33,6 @@ const PLANS_EVERY: Duration = Duration::from_secs(6);
 const UNSERVED_NAMED_AFTER: Duration = Duration::from_secs(10);
 /// How long a stopping worker waits for its row to be deleted.
 const DELETE_ROW_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// What is checked once for the worker. Two checks side by side: a table that is locked may keep the catalog's answer, and
-/// must not let the registration expire.
-pub(super) struct Inspections {
-    catalog: CatalogInspection,
-    registering: Registering,
-}
-
-struct CatalogInspection {
-    database: Database,
-    schema: Schema,
-    /// Whether it finds the orders that wait for a provider which no live worker has.
-    closes_default_orders: bool,
-    give_way: GiveWay,
-    recorder: Recorder,
-}
 
 struct Registering {
     registration: Registration,
@@ -78,77 +61,45 @@ impl UnservedKinds {
     }
 }
 
-impl Inspections {
-    pub fn new(
-        settings: &Settings,
-        database: Database,
-        active_kinds: ActiveKinds,
-        give_way: GiveWay,
-        recorder: Recorder,
-    ) -> Self {
-        let registration = Registration::new(database.clone(), settings);
-        Self {
-            catalog: CatalogInspection {
-                database,
-                closes_default_orders: settings.served_kinds().iter().any(|kind| settings.has_default_orders(kind)),
-                schema: if settings.asks_providers() {
-                    Schema::new(settings).with_provider()
-                } else {
-                    Schema::new(settings)
-                },
-                give_way: give_way.clone(),
-                recorder: recorder.clone(),
-            },
-            registering: Registering {
-                registration,
-                active_kinds,
-                shares: BTreeMap::new(),
-                unserved: UnservedKinds::default(),
-                give_way,
-                recorder,
-            },
-        }
-    }
-
-    /// Runs until `ends`, then deletes this worker's row. From `stop` on the row names no kinds, so that other workers read
-    /// ahead what this one does not begin any more.
-    pub async fn go_on(self, stop: CancellationToken, ends: CancellationToken) {
-        tokio::join!(self.catalog.go_on(&ends), self.registering.go_on(&stop, &ends));
-    }
+/// Checks what concerns the whole worker, until `ends`; then its row is deleted. From `stop` on the row names no kinds, so
+/// that other workers read ahead what this one does not begin any more.
+///
+/// Two checks side by side: a table that is locked may keep the catalog's answer, and must not let the registration expire.
+pub(super) async fn inspect(shared: Arc<Shared>, recorder: Recorder) {
+    let registering = Registering {
+        registration: Registration::new(shared.database.clone(), &shared.settings),
+        active_kinds: shared.active_kinds.clone(),
+        shares: BTreeMap::new(),
+        unserved: UnservedKinds::default(),
+        give_way: GiveWay::to(&shared.busy_kinds),
+        recorder: recorder.clone(),
+    };
+    let ends = &shared.outboxes_end;
+    tokio::join!(ends.run_until_cancelled(inspect_catalog(&shared, &recorder)), registering.go_on(&shared.stop, ends));
 }
 
 /// A check that fails changes nothing: an unavailable database is reported elsewhere.
-impl CatalogInspection {
-    async fn go_on(mut self, ends: &CancellationToken) {
-        loop {
-            tokio::select! {
-                () = self.turn() => {}
-                () = ends.cancelled() => return,
-            }
-            tokio::select! {
-                // The catalog takes a core of the server for milliseconds, which a burst would wait for.
-                () = self.give_way.due(Instant::now() + EVERY) => {}
-                () = ends.cancelled() => return,
-            }
-        }
-    }
-
-    async fn turn(&mut self) {
-        match self.schema.look(&self.database).await {
-            Ok(found) => {
-                found.into_iter().for_each(|(cause, problems)| self.recorder.problems(cause, None, problems));
-            }
+async fn inspect_catalog(shared: &Shared, recorder: &Recorder) {
+    let (database, settings) = (&shared.database, &shared.settings);
+    let schema = Schema::new(settings);
+    let closes_default_orders = settings.served_kinds().iter().any(|kind| settings.has_default_orders(kind));
+    let mut give_way = GiveWay::to(&shared.busy_kinds);
+    loop {
+        match schema.look(database).await {
+            Ok(found) => found.into_iter().for_each(|(cause, problems)| recorder.problems(cause, None, problems)),
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
-        if self.closes_default_orders {
-            match unresolved::without_provider(&self.database).await {
-                Ok(why) => self.recorder.degraded(Cause::ProviderAway, why.as_deref()),
+        if closes_default_orders {
+            match unresolved::without_provider(database).await {
+                Ok(why) => recorder.degraded(Cause::ProviderAway, why.as_deref()),
                 Err(error) => debug!(error = one_line(&error), "the providers of claimed orders could not be checked"),
             }
         }
         // Also where no provider is asked any more: the orders that were asked about before still wait.
-        let unresolved = unresolved::count(&self.database).await;
-        self.recorder.metrics.orders_unresolved.show(&[], unresolved.ok().map(|count| count as f64));
+        let unresolved = unresolved::count(database).await;
+        recorder.metrics.orders_unresolved.show(&[], unresolved.ok().map(|count| count as f64));
+        // The catalog takes a core of the server for milliseconds, which a burst would wait for.
+        give_way.due(Instant::now() + EVERY).await;
     }
 }
 
@@ -189,7 +140,7 @@ impl Registering {
         let active = if draining { BTreeSet::new() } else { self.active_kinds.names() };
         match self.registration.register(&active, self.recorder.health.is_ready().problems).await {
             Ok(registered) => {
-                let disagreement = registered.disagreement.clone().into_iter().collect();
+                let disagreement = registered.disagreement().into_iter().collect();
                 self.recorder.problems(Cause::WorkersDisagree, None, disagreement);
                 self.tell_shares(&registered, &active);
                 if !draining {
@@ -212,67 +163,30 @@ impl Registering {
 
     fn report_unserved(&mut self, registered: &Registered) {
         for (kind, lasts) in self.unserved.note(registered.unserved(), Instant::now()) {
-            let found = lasts.then(|| kind_not_served(&kind)).into_iter().collect();
+            let found = lasts.then(|| not_served(&kind)).into_iter().collect();
             self.recorder.problems(Cause::KindNotServed, Some(&kind), found);
         }
     }
 }
 
-fn kind_not_served(kind: &Kind) -> Problem {
-    Problem::new(
-        Cause::KindNotServed,
-        format!("no live worker serves the kind \"{kind}\", which is in the settings, so nothing of it is closed"),
-        format!(
-            "start a worker that has its orders (kinds.{kind}.table, or its close_sql and overdue_sql) and names it in worker.kinds if that is set, or remove [kinds.{kind}]"
-        ),
-    )
-}
-
-/// What is checked of the statements of one kind.
-pub(super) struct PlanInspections {
-    database: Database,
+/// Checks the plans of one kind's statements, until `ends`. A check that fails changes nothing, as above.
+pub(super) async fn inspect_plans(
     plans: Plans,
-    give_way: GiveWay,
+    database: Database,
+    mut give_way: GiveWay,
     recorder: KindRecorder,
-}
-
-impl PlanInspections {
-    pub fn new(
-        settings: &Settings,
-        kind: &Kind,
-        database: Database,
-        (closer, sweeper): (&Closer, &Sweeper),
-        give_way: GiveWay,
-        recorder: KindRecorder,
-    ) -> Self {
-        let (close_name, overdue_name) = orders_statements::names(settings, kind);
-        let is_own = !settings.has_default_orders(kind);
-        let own_close = is_own.then(|| {
-            let (sql, parameters) = closer.statement();
-            (sql, parameters, close_name)
-        });
-        let plans = Plans::new((sweeper.statement(), overdue_name), own_close).with_index(sweeper.index());
-        Self { database, plans, give_way, recorder }
-    }
-
-    /// Runs until `ends`. A check that fails changes nothing, as above.
-    pub async fn go_on(mut self, ends: CancellationToken) {
+    ends: CancellationToken,
+) {
+    let inspecting = async {
         loop {
-            tokio::select! {
-                looked = self.plans.look(&self.database) => match looked {
-                    Ok(found) => {
-                        found.into_iter().for_each(|(cause, problems)| self.recorder.problems(cause, problems));
-                    }
-                    Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
-                },
-                () = ends.cancelled() => return,
+            match plans.look(&database).await {
+                Ok(found) => found.into_iter().for_each(|(cause, problems)| recorder.problems(cause, problems)),
+                Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
             }
-            tokio::select! {
-                () = self.give_way.due(Instant::now() + PLANS_EVERY) => {}
-                () = ends.cancelled() => return,
-            }
+            give_way.due(Instant::now() + PLANS_EVERY).await;
         }
-    }
+    };
+    let _ends = ends.run_until_cancelled(inspecting).await;
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use super::ack_batcher::AckBatcher;
 use super::active_kinds::{ActiveKinds, ToKind};
 use super::broker_inspections::{BrokerInput, BrokerInspections};
 use super::event_loop::{EventLoop, Outputs};
-use super::inspections::PlanInspections;
+use super::inspections::inspect_plans;
 use super::reminders::keep_announcing;
 use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
@@ -253,15 +253,12 @@ impl KindWorker {
         let (closing, closing_seen) = shared.busy_kinds.flag();
         let (close_name, overdue_name) = orders_statements::names(&shared.settings, &self.kind);
         let inspecting = self.orders.statements().map(|statements| {
-            let plans = PlanInspections::new(
-                &shared.settings,
-                &self.kind,
-                shared.database.clone(),
-                statements,
-                GiveWay::to(&shared.busy_kinds),
-                self.recorder.clone(),
-            );
-            tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()))
+            let (closer, sweeper) = statements;
+            let plans = orders_statements::plans(&shared.settings, &self.kind, closer, sweeper);
+            let (database, give_way) = (shared.database.clone(), GiveWay::to(&shared.busy_kinds));
+            let inspected =
+                inspect_plans(plans, database, give_way, self.recorder.clone(), shared.outboxes_end.clone());
+            tokio::spawn(inspected.instrument(span.clone()))
         });
         let reminding = self.start_reminders(shared, &span);
         let closing_reports = self.closing_watch.reports();

@@ -56,7 +56,6 @@ use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
 use crate::postgres::{self, Database, DatabaseError, shop_settings};
 use active_kinds::ActiveKinds;
-use inspections::Inspections;
 use kind_start::UnusableKind;
 use kind_worker::{KindWorker, Publishing, RunningKind, Shared};
 use local_outboxes::LocalOutboxesLoop;
@@ -191,7 +190,7 @@ impl Worker {
         let relaying = start_outboxes(&shared, webhook, &recorder);
         let running: Vec<RunningKind> = kinds.into_iter().map(|kind| kind.start(&shared)).collect();
         recorder.health.mark_running();
-        let inspecting = start_inspections(&shared, &recorder);
+        let inspecting = tokio::spawn(inspections::inspect(shared.clone(), recorder.clone()));
         log_start(&shared);
         let mut tasks = Tasks::new(vec![relaying, inspecting], shared.outboxes_end.clone());
         running.into_iter().for_each(|kind| tasks.add(kind));
@@ -291,17 +290,6 @@ fn publishing(settings: &Settings) -> Option<Publishing> {
         let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
         Publishing { slots: SlotDeclarer::new(settings, confirmed.clone()), confirmed }
     })
-}
-
-fn start_inspections(shared: &Shared, recorder: &Recorder) -> JoinHandle<()> {
-    let inspections = Inspections::new(
-        &shared.settings,
-        shared.database.clone(),
-        shared.active_kinds.clone(),
-        GiveWay::to(&shared.busy_kinds),
-        recorder.clone(),
-    );
-    tokio::spawn(inspections.go_on(shared.stop.clone(), shared.outboxes_end.clone()))
 }
 
 /// `None` if `announce.webhook` is empty.

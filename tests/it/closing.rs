@@ -17,6 +17,7 @@ use order_timeout::postgres::Database;
 use order_timeout_core::engine::{CallKind, ClosingAction, ClosingInput, ClosingPolicy, Lease, ResumePage};
 use order_timeout_core::order::OrderId;
 use order_timeout_core::payment::{Answer, Currency, Money, Unknown};
+use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::{Order, TestEnv, wait_for};
 
 use driver::{Driver, LEASE, Provider, Step, closing_policy};
@@ -599,7 +600,9 @@ fn attempts_are_looked_for_with_own_snapshot() {
 fn schema_has_what_provider_needs() {
     TestEnv::builder().run(async move |env| {
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
-        let schema = Schema::new(&env.settings).with_provider();
+        let mut settings = env.settings.clone();
+        PaymentService::start().join(&mut settings, "card", wide_limits());
+        let schema = Schema::new(&settings);
         let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, faults)| sentence(&faults));
         assert_eq!(missing, None);
         sqlx::raw_sql("DROP INDEX close_attempts_due").execute(&env.pool).await.unwrap();

@@ -51,14 +51,14 @@ causes! {
     DatabasePooler = "database_pooler": "the worker's locks, timeouts and prepared statements belong to a session, so it does not start",
     /// The server's version is not supported.
     DatabaseVersion = "database_version": "our statements use what later versions have",
-    /// The database accepts no writes.
-    ReadOnly = "read_only": "orders stay open until it accepts writes",
-    /// Tables, columns, indexes, constraints or migrations that a guarantee depends on are missing.
-    Schema = "schema": "a guarantee depends on it: a statement fails, orders are closed twice or early, or overdue ones are found slowly",
-    /// The worker's role lacks a right, or row security hides rows from it.
-    DatabaseRights = "database_rights": "what a statement may not read or write is not closed, not sent or not parked",
     /// The database has too few connections left for a worker.
     DatabaseConnections = "database_connections": "a worker that is replaced by a new one, or that reconnects after an outage, finds none and closes nothing",
+    /// Tables, columns, indexes, constraints or migrations that a guarantee depends on are missing.
+    Schema = "schema": "a guarantee depends on it: a statement fails, orders are closed twice or early, or overdue ones are found slowly",
+    /// The database accepts no writes.
+    ReadOnly = "read_only": "orders stay open until it accepts writes",
+    /// The worker's role lacks a right, or row security hides rows from it.
+    DatabaseRights = "database_rights": "what a statement may not read or write is not closed, not sent or not parked",
     /// A deadline in the message and one in the row differ by whole quarter hours, or the zone of the rows is assumed.
     TimeZone = "time_zone": "deadlines in a column of type timestamp are hours off if two zones differ",
     /// The statements on the orders cannot be used, contradict each other, or return something outside the contract.
@@ -73,26 +73,24 @@ causes! {
     ClosingPaused = "closing_paused": "no order of it is closed until closing is resumed; alarms wait in the broker, and workers read no queue",
     /// Orders stay overdue although workers run.
     OrdersOverdue = "orders_overdue": "they are not closed, and their stock is not given back",
-    /// A kind of this worker could not start; its start is tried again while the others run.
-    KindNotStarted = "kind_not_started": "no order of it is closed",
     /// No live worker serves a kind that the settings name.
     KindNotServed = "kind_not_served": "its alarms wait in their queue and its deadlines pass",
     /// Workers on this database run with settings that contradict one another.
     WorkersDisagree = "workers_disagree": "a publisher or worker writes alarms where another does not look for them, or takes them for another deadline",
+    /// A kind of this worker could not start; its start is tried again while the others run.
+    KindNotStarted = "kind_not_started": "no order of it is closed",
+    /// Reminders cannot be announced.
+    Reminders = "reminders": "they are tried again each second; one whose order is due first is left out",
     /// An outbox cannot be read or written.
     OutboxUnreadable = "outbox_unreadable": "its rows are not sent, and how many wait is not known",
     /// Rows of an outbox are not sent.
     RelayStalled = "relay_stalled": "alarms are not armed, so the sweep closes their orders late, and the shop does not learn of closed orders",
     /// A queue bound to the events' exchange, or the webhook, refuses events.
     EventsRefused = "events_refused": "the shop does not learn that orders were closed",
-    /// Reminders cannot be announced.
-    Reminders = "reminders": "they are tried again each second; one whose order is due first is left out",
     /// Alarms are parked.
     ParkedAlarms = "parked_alarms": "each could not be handled; its order is closed by the sweep, or there is no such order",
     /// A payment provider is not asked, because its last calls failed, too many wait, or no live worker has it.
     ProviderAway = "provider_away": "its orders stay unclosed, with their stock reserved",
-    /// Alarms that were due did not arrive; the sweep closes their orders.
-    AlarmsNotArriving = "alarms_not_arriving": "the sweep closes the orders of these alarms, late by sweep.grace and more",
     /// The broker cannot be used.
     Broker = "broker": "no alarm arrives; workers read deadlines from the database meanwhile, and events wait",
     /// The broker's version cannot do what the strategy needs.
@@ -103,6 +101,8 @@ causes! {
     Topology = "topology": "alarms or events that are published there are returned or lost",
     /// One of our exchanges has an alternate exchange, which takes unroutable alarms.
     AlternateExchange = "alternate_exchange": "if a queue or binding is missing, alarms go there silently, and their publisher is told that they are scheduled",
+    /// Alarms that were due did not arrive; the sweep closes their orders.
+    AlarmsNotArriving = "alarms_not_arriving": "the sweep closes the orders of these alarms, late by sweep.grace and more",
     /// Another consumer takes our messages.
     ForeignConsumers = "foreign_consumers": "they take alarms, and the sweep closes those orders late",
     /// A broker policy expires or drops alarms in our queues, or ends sessions.

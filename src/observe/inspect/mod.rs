@@ -48,3 +48,18 @@ fn listed(items: &[String]) -> String {
     let named = named.join(", ");
     if rest.is_empty() { named } else { format!("{named} and {} more", rest.len()) }
 }
+
+/// The SQL condition that policies may hide rows of `table` from this role where it uses this right on it: expressions of
+/// SQL. Only a permissive policy that lets through every row, without a restrictive one beside it, hides nothing.
+fn hides_rows(table: &str, right: &str) -> String {
+    format!(
+        "row_security_active({table}) AND (
+             EXISTS (SELECT FROM pg_policy p WHERE p.polrelid = {table} AND NOT p.polpermissive)
+             OR NOT EXISTS (
+                 SELECT FROM pg_policy p
+                 WHERE p.polrelid = {table} AND p.polpermissive
+                   AND p.polcmd IN ('*', CASE {right} WHEN 'SELECT' THEN 'r' WHEN 'INSERT' THEN 'a' WHEN 'UPDATE' THEN 'w' ELSE 'd' END)
+                   AND (0 = ANY (p.polroles) OR EXISTS (SELECT FROM unnest(p.polroles) AS r WHERE pg_has_role(r, 'USAGE')))
+                   AND coalesce(pg_get_expr(CASE {right} WHEN 'INSERT' THEN coalesce(p.polwithcheck, p.polqual) ELSE p.polqual END, p.polrelid), 'true') = 'true'))"
+    )
+}

@@ -12,8 +12,10 @@ use serde_json::Value;
 use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection, SqlSafeStr, SqlStr};
 
-use super::Found;
 use super::schema::row_security;
+use super::{Found, hides_rows};
+use crate::effects::close::Closer;
+use crate::effects::sweep::Sweeper;
 use crate::postgres::{Database, ErrorClass, classify, one_line};
 
 /// A relation up to this size may be read completely, four times a second.
@@ -21,17 +23,14 @@ const SMALL_BYTES: i64 = 2 * 1024 * 1024;
 
 /// Tables that the transaction's statements use, directly or through views, and that have row security for this role.
 /// They are found by their locks: planning a statement locks its tables until the transaction ends.
-const HIDDEN_BY_POLICIES: &str = "
-SELECT c.oid::regclass::text, current_user::text
-FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
-WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND c.relkind IN ('r', 'p') AND row_security_active(c.oid)
-  AND (EXISTS (SELECT FROM pg_policy p WHERE p.polrelid = c.oid AND NOT p.polpermissive)
-       OR NOT EXISTS (
-           SELECT FROM pg_policy p
-           WHERE p.polrelid = c.oid AND p.polpermissive AND p.polcmd IN ('*', 'r')
-             AND (0 = ANY (p.polroles) OR EXISTS (SELECT FROM unnest(p.polroles) AS r WHERE pg_has_role(r, 'USAGE')))
-             AND coalesce(pg_get_expr(p.polqual, p.polrelid), 'true') = 'true'))
-GROUP BY 1, 2 ORDER BY 1";
+fn hidden_by_policies() -> String {
+    format!(
+        "SELECT c.oid::regclass::text, current_user::text FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
+         WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND c.relkind IN ('r', 'p') AND {}
+         GROUP BY 1, 2 ORDER BY 1",
+        hides_rows("c.oid", "'SELECT'")
+    )
+}
 
 const SIZES: &str = "
 SELECT n.nspname::text, c.relname::text, pg_relation_size(c.oid)
@@ -52,17 +51,14 @@ pub struct Plans {
 }
 
 impl Plans {
-    /// The overdue statement with its name; and the close statement with the number of its parameters and its name, if it is
-    /// the shop's own.
-    #[must_use]
-    pub fn new(overdue: (SqlStr, String), own_close: Option<(SqlStr, usize, String)>) -> Self {
-        Self { overdue, own_close, index: None, small_bytes: SMALL_BYTES }
-    }
-
-    /// Advises this statement, instead of what the plan shows.
-    #[must_use]
-    pub fn with_index(self, index: Option<String>) -> Self {
-        Self { index, ..self }
+    /// Of these statements with their names; of the close statement only if it is the shop's own.
+    pub(crate) fn new(sweeper: &Sweeper, overdue_name: String, own_close: Option<(&Closer, String)>) -> Self {
+        let own_close = own_close.map(|(closer, name)| {
+            let (sql, parameters) = closer.statement();
+            (sql, parameters, name)
+        });
+        let overdue = (sweeper.statement(), overdue_name);
+        Self { overdue, own_close, index: sweeper.index(), small_bytes: SMALL_BYTES }
     }
 
     /// Reports a missing index even of a small or empty table.
@@ -92,7 +88,8 @@ impl Plans {
             if let Err(error) = explain_close(&mut transaction, sql, *parameters).await {
                 return forbidden(name, error);
             }
-            let hidden: Vec<(String, String)> = sqlx::query_as(HIDDEN_BY_POLICIES).fetch_all(&mut *transaction).await?;
+            let hidden: Vec<(String, String)> =
+                sqlx::query_as(AssertSqlSafe(hidden_by_policies())).fetch_all(&mut *transaction).await?;
             let role = hidden.first().map(|(_, role)| role.clone());
             let tables: Vec<String> = hidden.into_iter().map(|(table, _)| table).collect();
             let hidden = role.map(|role| row_security(&role, &tables));

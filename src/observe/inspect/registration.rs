@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use order_timeout_core::engine::Share;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::problem::{Cause, Problem};
-use sqlx::Row;
+use serde::Deserialize;
+use serde_json::Value;
 use sqlx::types::Json;
 use uuid::Uuid;
 
@@ -16,32 +17,23 @@ use crate::config::Settings;
 use crate::config::kinds::OrdersOf;
 use crate::postgres::Database;
 
-/// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3`
-/// pid, `$4` version, `$5` namespace, `$6` delays, `$7` kinds, `$8` problems. A worker that has not been seen for ten seconds, three of its
-/// heartbeats, has ended.
+/// Registers this worker and deletes those that are long gone. `$1` id, `$2` host, `$3` pid, `$4` version, `$5` namespace,
+/// `$6` delays, `$7` kinds, `$8` problems.
 const REGISTER: &str = "
 WITH gone AS (
     DELETE FROM order_timeout_workers WHERE id IN (
         SELECT id FROM order_timeout_workers
         WHERE last_seen < clock_timestamp() - interval '1 minute' AND id <> $1 FOR UPDATE SKIP LOCKED)
-),
-here AS (
-    INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds, problems)
-    VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
-    ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7, problems = $8
 )
-SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
-WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
+INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds, problems)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
+ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7, problems = $8";
 
-/// The live ones alone. `$1` is the id of this one.
-const LIVE: &str = "
-SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
+/// The live ones. `$1` is the id of this one. A worker that has not been seen for ten seconds, three of its heartbeats, has
+/// ended.
+const OTHERS: &str = "
+SELECT to_jsonb(w) FROM order_timeout_workers AS w
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
-
-/// What the live workers of the namespace `$1` say, by host and pid.
-const TOLD: &str = "
-SELECT host, pid, problems FROM order_timeout_workers
-WHERE namespace = $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
 /// What only a running worker can find.
 pub const FOUND_BY_WORKERS: [Cause; 7] = [
@@ -58,7 +50,7 @@ pub const FOUND_BY_WORKERS: [Cause; 7] = [
 type Delays = BTreeMap<String, String>;
 
 /// A registered worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 struct Entry {
     id: Uuid,
     host: String,
@@ -67,9 +59,17 @@ struct Entry {
     delays: Delays,
     /// The kinds whose engines run there.
     kinds: Vec<String>,
+    /// What it has found that only a worker can find. Another version may know other causes.
+    problems: Vec<Value>,
 }
 
-/// This worker's registration.
+impl Entry {
+    fn serves(&self, kind: &Kind) -> bool {
+        self.kinds.iter().any(|served| served == kind.as_str())
+    }
+}
+
+/// This worker's registration, or the doctor's look at those of others.
 #[derive(Debug)]
 pub struct Registration {
     database: Database,
@@ -80,11 +80,9 @@ pub struct Registration {
     expected: BTreeSet<Kind>,
 }
 
-/// What a registration has found.
+/// The live workers of a schema besides this one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Registered {
-    /// How other workers on this schema differ, if they do.
-    pub disagreement: Option<Problem>,
     own: Entry,
     others: Vec<Entry>,
     kinds: BTreeSet<Kind>,
@@ -92,21 +90,72 @@ pub struct Registered {
 }
 
 impl Registered {
+    /// Those of its namespace.
+    fn peers(&self) -> impl Iterator<Item = &Entry> {
+        self.others.iter().filter(|other| other.namespace == self.own.namespace)
+    }
+
+    /// How many of its namespace there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.peers().count()
+    }
+
+    /// How many of them serve this kind.
+    #[must_use]
+    pub fn serving(&self, kind: &Kind) -> usize {
+        self.peers().filter(|peer| peer.serves(kind)).count()
+    }
+
+    /// How other workers on this schema differ, if they do.
+    #[must_use]
+    pub fn disagreement(&self) -> Option<Problem> {
+        disagreement(&self.own, &self.others)
+    }
+
     /// The orders of this kind that this worker reads ahead, among the live workers of its namespace that serve the kind.
+    /// Their ids are an order on which all of them agree.
     #[must_use]
     pub fn share_of(&self, kind: &Kind) -> Share {
-        share(&self.own, &self.others, kind.as_str())
+        let peers = self.peers().filter(|peer| peer.serves(kind));
+        let (before, behind): (Vec<&Entry>, Vec<&Entry>) = peers.partition(|other| other.id < self.own.id);
+        let count = |entries: Vec<&Entry>| u32::try_from(entries.len()).unwrap_or(0);
+        let (index, behind) = (count(before), count(behind));
+        Share::new(index, index + 1 + behind)
     }
 
     /// The kinds of the settings that no live worker of the namespace serves. A kind that this worker is to serve and cannot
     /// start is reported as that.
     #[must_use]
     pub fn unserved(&self) -> BTreeSet<Kind> {
-        let peers = self.others.iter().filter(|other| other.namespace == self.own.namespace);
-        let served: BTreeSet<&str> = peers.flat_map(|other| &other.kinds).map(String::as_str).collect();
-        let is_unserved = |kind: &&Kind| !self.expected.contains(kind) && !served.contains(kind.as_str());
+        let is_unserved = |kind: &&Kind| !self.expected.contains(kind) && self.serving(kind) == 0;
         self.kinds.iter().filter(is_unserved).cloned().collect()
     }
+
+    /// What those of its namespace have found, each problem once.
+    #[must_use]
+    pub fn found(&self) -> Vec<Problem> {
+        let mut found = BTreeMap::new();
+        for Entry { host, pid, problems, .. } in self.peers() {
+            for problem in problems.iter().filter_map(|value| serde_json::from_value::<Problem>(value.clone()).ok()) {
+                let what = format!("{} (host {host}, pid {pid})", problem.what);
+                found.entry((problem.cause, problem.kind.clone())).or_insert(Problem { what, ..problem });
+            }
+        }
+        found.into_values().collect()
+    }
+}
+
+/// The problem of a kind that no worker serves.
+#[must_use]
+pub fn not_served(kind: &Kind) -> Problem {
+    Problem::new(
+        Cause::KindNotServed,
+        format!("no worker serves the kind {kind}, which is in the settings"),
+        format!(
+            "start a worker that has its orders (kinds.{kind}.table, or its close_sql and overdue_sql) and names it in worker.kinds if that is set, or remove [kinds.{kind}]"
+        ),
+    )
 }
 
 impl Registration {
@@ -120,6 +169,7 @@ impl Registration {
             namespace: settings.namespace.clone(),
             delays: delays(settings),
             kinds: Vec::new(),
+            problems: Vec::new(),
         };
         Self { database, own, kinds: settings.all_kinds(), expected: settings.served_kinds() }
     }
@@ -135,7 +185,6 @@ impl Registration {
         mut problems: Vec<Problem>,
     ) -> Result<Registered, sqlx::Error> {
         problems.retain(|problem| FOUND_BY_WORKERS.contains(&problem.cause));
-        let own = Entry { kinds: active.iter().map(Kind::to_string).collect(), ..self.own.clone() };
         let register = sqlx::query(REGISTER)
             .bind(self.own.id)
             .bind(&self.own.host)
@@ -143,42 +192,21 @@ impl Registration {
             .bind(env!("CARGO_PKG_VERSION"))
             .bind(&self.own.namespace)
             .bind(Json(&self.own.delays))
-            .bind(&own.kinds)
+            .bind(active.iter().map(Kind::to_string).collect::<Vec<_>>())
             .bind(Json(problems));
-        let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
-        let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
-        let (kinds, expected) = (self.kinds.clone(), self.expected.clone());
-        Ok(Registered { disagreement: disagreement(&own, &others), own, others, kinds, expected })
+        self.database.run(async |connection| register.execute(connection).await).await?;
+        Ok(Registered { expected: self.expected.clone(), ..self.look().await? })
     }
 
-    /// Compares these settings with those of the live workers; writes nothing.
+    /// The live workers, as one sees them that serves no kind. Writes nothing.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn disagreement(&self) -> Result<Option<Problem>, sqlx::Error> {
-        let select = sqlx::query(LIVE).bind(self.own.id);
-        let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
-        let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
-        Ok(disagreement(&self.own, &others))
-    }
-
-    /// What live workers of this namespace have found, each problem once.
-    ///
-    /// # Errors
-    /// sqlx's.
-    pub async fn found_by_workers(&self) -> Result<Vec<Problem>, sqlx::Error> {
-        let select = sqlx::query_as(TOLD).bind(&self.own.namespace);
-        let workers: Vec<(String, i32, Json<Vec<serde_json::Value>>)> =
-            self.database.run(async |connection| select.fetch_all(connection).await).await?;
-        let mut found = BTreeMap::new();
-        for (host, pid, Json(problems)) in workers {
-            // Another version may know other causes.
-            for problem in problems.into_iter().filter_map(|value| serde_json::from_value::<Problem>(value).ok()) {
-                let what = format!("{} (host {host}, pid {pid})", problem.what);
-                found.entry((problem.cause, problem.kind.clone())).or_insert(Problem { what, ..problem });
-            }
-        }
-        Ok(found.into_values().collect())
+    pub async fn look(&self) -> Result<Registered, sqlx::Error> {
+        let select = sqlx::query_scalar(OTHERS).bind(self.own.id);
+        let others: Vec<Json<Entry>> = self.database.run(async |connection| select.fetch_all(connection).await).await?;
+        let others = others.into_iter().map(|Json(entry)| entry).collect();
+        Ok(Registered { own: self.own.clone(), others, kinds: self.kinds.clone(), expected: BTreeSet::new() })
     }
 
     /// Removes the registration of a worker that stops.
@@ -189,18 +217,6 @@ impl Registration {
         let leave = sqlx::query("DELETE FROM order_timeout_workers WHERE id = $1").bind(self.own.id);
         self.database.run(async |connection| leave.execute(connection).await).await.map(drop)
     }
-}
-
-fn read(row: &sqlx::postgres::PgRow) -> Result<Entry, sqlx::Error> {
-    let Json(delays) = row.try_get("delays")?;
-    Ok(Entry {
-        id: row.try_get("id")?,
-        host: row.try_get("host")?,
-        pid: row.try_get("pid")?,
-        namespace: row.try_get("namespace")?,
-        delays,
-        kinds: row.try_get("kinds")?,
-    })
 }
 
 /// The settings that must be the same for all workers.
@@ -255,16 +271,6 @@ fn delays(settings: &Settings) -> Delays {
         [(format!("kinds.{kind}.providers"), names)].into_iter().chain(urls).collect::<Vec<_>>()
     });
     of_all.into_iter().chain(of_kinds).chain(orders).chain(providers).collect()
-}
-
-/// The workers' ids are an order on which all of them agree.
-fn share(own: &Entry, others: &[Entry], kind: &str) -> Share {
-    let serves = |other: &Entry| other.kinds.iter().any(|served| served == kind);
-    let peers = others.iter().filter(|other| other.namespace == own.namespace && serves(other));
-    let (before, behind): (Vec<&Entry>, Vec<&Entry>) = peers.partition(|other| other.id < own.id);
-    let count = |entries: Vec<&Entry>| u32::try_from(entries.len()).unwrap_or(0);
-    let (index, behind) = (count(before), count(behind));
-    Share::new(index, index + 1 + behind)
 }
 
 pub(crate) fn host() -> String {
@@ -323,6 +329,17 @@ mod tests {
             namespace: settings.namespace.clone(),
             delays: delays(&settings),
             kinds: settings.served_kinds().iter().map(Kind::to_string).collect(),
+            problems: Vec::new(),
+        }
+    }
+
+    fn registered(own: &Entry, others: &[Entry]) -> Registered {
+        let kind = |name: &str| Kind::new(name).unwrap();
+        Registered {
+            own: own.clone(),
+            others: others.to_vec(),
+            kinds: [kind("order"), kind("acceptance"), kind("trial")].into(),
+            expected: [kind("order")].into(),
         }
     }
 
@@ -338,7 +355,7 @@ mod tests {
     fn workers_share_by_their_ids() {
         let [first, second] = [entry(|_| {}), entry(|_| {})];
         let stranger = entry(|settings| settings.namespace = "other".into());
-        let share = |own: &Entry, others: &[Entry]| super::share(own, others, "order");
+        let share = |own: &Entry, others: &[Entry]| registered(own, others).share_of(&Kind::ORDER);
         assert_eq!(share(&first, &[]), Share::ALL);
         assert_eq!(share(&first, &[stranger.clone(), second.clone()]), Share::new(0, 2));
         assert_eq!(share(&second, &[first.clone(), stranger]), Share::new(1, 2));
@@ -388,14 +405,7 @@ mod tests {
         let kind = |name: &str| Kind::new(name).unwrap();
         let (own, other) = (entry(|_| {}), Entry { kinds: vec!["acceptance".into()], ..entry(|_| {}) });
         let stranger = Entry { kinds: vec!["trial".into()], ..entry(|settings| settings.namespace = "other".into()) };
-        let registered = |others: Vec<Entry>| Registered {
-            disagreement: None,
-            own: own.clone(),
-            others,
-            kinds: [kind("order"), kind("acceptance"), kind("trial")].into(),
-            expected: [kind("order")].into(),
-        };
-        assert_eq!(registered(vec![other, stranger]).unserved(), [kind("trial")].into());
-        assert_eq!(registered(Vec::new()).unserved(), [kind("acceptance"), kind("trial")].into());
+        assert_eq!(registered(&own, &[other, stranger]).unserved(), [kind("trial")].into());
+        assert_eq!(registered(&own, &[]).unserved(), [kind("acceptance"), kind("trial")].into());
     }
 }

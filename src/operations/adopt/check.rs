@@ -18,7 +18,6 @@ use crate::effects::sweep::Sweeper;
 use crate::mapping::render::LEAVES_OPEN;
 use crate::mapping::{self, Facts, RelationKind, quote};
 use crate::observe::degraded::Cause;
-use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::sentence;
 use crate::operations::first_backlog::{self, Backlog};
 use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
@@ -234,10 +233,7 @@ impl Check<'_> {
 
     /// Whether the statements may be run by this role and use an index. Returns whether they may be run.
     async fn plans(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper) -> Result<bool, DatabaseError> {
-        let (close, parameters) = closer.statement();
-        let (close_name, overdue_name) = orders_statements::names(self.settings, self.kind);
-        let plans = Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name)));
-        let plans = plans.with_index(sweeper.index()).of_any_size();
+        let plans = orders_statements::plans(self.settings, self.kind, closer, sweeper).of_any_size();
         let found = match plans.look(database).await {
             Ok(found) => found,
             Err(error) if classify(&error) == ErrorClass::Away => return Err(DatabaseError(one_line(&error))),

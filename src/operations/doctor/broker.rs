@@ -3,6 +3,8 @@
 //!
 //! Declares nothing that is missing.
 
+use std::ops::RangeInclusive;
+
 use order_timeout_amqp::connect::{self, BrokerError, Connection, Server};
 use order_timeout_amqp::topology::{Comparison, Head, Names, SeenQueue, TopologyError, in_shell, peek};
 use order_timeout_core::address::AmqpAddress;
@@ -14,28 +16,22 @@ use secrecy::ExposeSecret;
 use super::check::Checks;
 use super::{Options, management, workers};
 use crate::config::Settings;
-use crate::operations::status::RegisteredWorker;
-use crate::postgres::Database;
+use crate::observe::inspect::registration::{Registered, Registration};
+use crate::postgres::{Database, one_line};
 
 /// Each missing slot uses up one of a connection's 2 047 channels.
 const MOST_SLOTS: usize = 1_500;
 /// How long a worker may take to register, and to end its registration: longer than it counts as live after its end.
 const REGISTERED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
 /// Checks of who consumes.
-const READERS: [Cause; 2] = [Cause::AlarmsNotArriving, Cause::ForeignConsumers];
+const READERS: RangeInclusive<Cause> = Cause::AlarmsNotArriving..=Cause::ForeignConsumers;
 
-/// Checks over AMQP.
-const OVER_AMQP: [Cause; 6] = {
-    use Cause as C;
-    [C::BrokerVersion, C::BrokerRights, C::Topology, C::AlternateExchange, C::AlarmsNotArriving, C::ForeignConsumers]
-};
-
-/// `workers`: the live ones of this namespace; `None` if they are not known.
+/// `workers`: `None` if they are not known.
 pub(super) async fn examine(
     settings: &Settings,
     options: &Options,
     database: Option<&Database>,
-    workers: Option<&[RegisteredWorker]>,
+    workers: Option<(Registration, Registered)>,
     checks: &mut Checks,
 ) {
     match connect::connect(&settings.amqp, "doctor").await {
@@ -46,12 +42,12 @@ pub(super) async fn examine(
                 }
                 Err(fault) => checks.not_known(Cause::BrokerVersion, fault.to_string()),
             }
-            over_amqp(settings, database.zip(workers), &connection, checks).await;
+            over_amqp(settings, database.zip(workers.as_ref()), &connection, checks).await;
             connect::close(&connection, settings.amqp.connect_timeout).await;
         }
         Err(BrokerError::Refused(why) | BrokerError::Away(why)) => {
             checks.error(Problem::new(Cause::Broker, why, "start the broker, or correct amqp.url"));
-            checks.skip(&OVER_AMQP, "there is no connection to the broker");
+            checks.skip(Cause::BrokerVersion..=Cause::ForeignConsumers, "there is no connection to the broker");
         }
     }
     management::examine(settings, options.management.as_ref(), database, checks).await;
@@ -59,7 +55,7 @@ pub(super) async fn examine(
 
 async fn over_amqp(
     settings: &Settings,
-    workers: Option<(&Database, &[RegisteredWorker])>,
+    workers: Option<(&Database, &(Registration, Registered))>,
     connection: &Connection,
     checks: &mut Checks,
 ) {
@@ -82,18 +78,18 @@ async fn over_amqp(
     if let Err(fault) = delay_queues(settings, &seen, connection, checks).await {
         checks.not_known(Cause::AlarmsNotArriving, fault.to_string());
     }
-    let Some((database, live)) = workers else {
-        return checks.skip(&READERS, "the workers are not known without the database");
+    let Some((database, workers)) = workers else {
+        return checks.skip(READERS, "the workers are not known without the database");
     };
     foreign_in_delay_queues(settings, &seen, checks);
     for kind in settings.all_kinds() {
         // A missing queue is named already.
         if checks.has_found(Cause::Topology) {
-            checks.skip(&READERS, "objects are missing on the broker");
+            checks.skip(READERS, "objects are missing on the broker");
         } else if let Some(pause) = workers::paused(database, &kind).await {
-            checks.skip(&READERS, &pause.sentence());
-        } else if let Err(why) = readers(settings, &kind, live, database, connection, checks).await {
-            checks.skip(&READERS, &why);
+            checks.skip(READERS, &pause.sentence());
+        } else if let Err(why) = readers(settings, &kind, workers, connection, checks).await {
+            checks.skip(READERS, &why);
         }
     }
 }
@@ -101,7 +97,8 @@ async fn over_amqp(
 /// What the product and its version mean for our queues (docs/operating/deploy.md).
 fn judge_server(server: &Server, strategy: Strategy, checks: &mut Checks) {
     if let Some(why) = server.why_unsuitable() {
-        return checks.skip(&[Cause::BrokerVersion, Cause::Topology], &why);
+        checks.not_known(Cause::BrokerVersion, &why);
+        return checks.not_known(Cause::Topology, why);
     }
     let version = &server.version;
     let mut parts = version.split(['.', '-', '+']).map_while(|part| part.parse::<u32>().ok());
@@ -147,8 +144,7 @@ async fn topology(settings: &Settings, connection: &Connection, checks: &mut Che
         }
         Err(fault) => {
             // What was to be done before this is known already.
-            let rest = OVER_AMQP.into_iter().filter(|name| *name != Cause::BrokerVersion);
-            checks.skip(&rest.collect::<Vec<_>>(), &fault.to_string());
+            checks.skip(Cause::BrokerRights..=Cause::ForeignConsumers, &fault.to_string());
             false
         }
     };
@@ -302,21 +298,20 @@ fn foreign_in_delay_queues(settings: &Settings, seen: &[SeenQueue], checks: &mut
 async fn readers(
     settings: &Settings,
     kind: &Kind,
-    live: &[RegisteredWorker],
-    database: &Database,
+    (registration, live): &(Registration, Registered),
     connection: &Connection,
     checks: &mut Checks,
 ) -> Result<(), String> {
     let (topology, vhost) = (settings.topology().seen_by(kind), settings.names().vhost_option());
     let count = async || topology.count_processing(connection).await.map_err(|fault| fault.to_string());
-    let mut found = judge_readers(&vhost, kind, live, &count().await?);
+    let mut found = judge_readers(&vhost, live.serving(kind), &count().await?);
     if !found.is_empty() {
         // A worker that starts, stops or reconnects has registered its consumers by then.
         tokio::time::sleep(REGISTERED_WITHIN).await;
-        let live = workers::live(settings, database).await?;
-        found = judge_readers(&vhost, kind, &live, &count().await?);
+        let live = registration.look().await.map_err(|error| one_line(&error))?;
+        found = judge_readers(&vhost, live.serving(kind), &count().await?);
     }
-    if workers::unserved(settings, live).contains(kind) {
+    if live.serving(kind) == 0 {
         checks.not_known(Cause::AlarmsNotArriving, format!("no worker serves the kind {kind}"));
     }
     found.into_iter().for_each(|problem| checks.error(problem));
@@ -324,8 +319,7 @@ async fn readers(
 }
 
 /// A worker has at most the consumers of one that takes all shards.
-fn judge_readers(vhost: &str, kind: &Kind, live: &[RegisteredWorker], queues: &[SeenQueue]) -> Vec<Problem> {
-    let serving = live.iter().filter(|worker| worker.kinds.iter().any(|served| served == kind.as_str())).count();
+fn judge_readers(vhost: &str, serving: usize, queues: &[SeenQueue]) -> Vec<Problem> {
     let mut found = Vec::new();
     for SeenQueue { name, ready, .. } in queues.iter().filter(|queue| queue.consumers == 0 && serving > 0) {
         found.push(
@@ -357,25 +351,25 @@ fn judge_readers(vhost: &str, kind: &Kind, live: &[RegisteredWorker], queues: &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operations::doctor::{CHECKED, Verdict};
+    use crate::operations::doctor::{CHECKED, Check};
 
-    fn verdict(version: &str, strategy: Strategy) -> Verdict {
+    fn judged(version: &str, strategy: Strategy) -> Check {
         let server = Server { product: "RabbitMQ".into(), version: version.into() };
         let mut checks = Checks::default();
         judge_server(&server, strategy, &mut checks);
-        checks.report(&CHECKED).checks.into_iter().find(|check| check.cause == Cause::BrokerVersion).unwrap().verdict
+        checks.report(CHECKED).checks.into_iter().find(|check| check.cause() == Cause::BrokerVersion).unwrap()
     }
 
     #[test]
     fn version_is_judged_with_strategy() {
-        let is_error = |verdict| matches!(verdict, Verdict::Error(_));
-        assert!(is_error(verdict("3.9.29", Strategy::DeadLetter)));
-        assert!(is_error(verdict("4.3.0-rc.1", Strategy::DelayedExchange)));
+        let is_error = |check| matches!(check, Check::Error(_));
+        assert!(is_error(judged("3.9.29", Strategy::DeadLetter)));
+        assert!(is_error(judged("4.3.0-rc.1", Strategy::DelayedExchange)));
         for version in ["3.10.8", "3.13.7", "4.0.5", "4.3.1"] {
-            let Verdict::Ok { what: Some(what) } = verdict(version, Strategy::DeadLetter) else { panic!("{version}") };
+            let Check::Ok { what: Some(what), .. } = judged(version, Strategy::DeadLetter) else { panic!("{version}") };
             assert!(what.starts_with(&format!("RabbitMQ {version}")), "{what}");
         }
-        assert!(!is_error(verdict("4.2.0", Strategy::DelayedExchange)));
+        assert!(!is_error(judged("4.2.0", Strategy::DelayedExchange)));
     }
 
     #[test]
@@ -383,35 +377,23 @@ mod tests {
         let server = Server { product: "LavinMQ".into(), version: "2.1.0".into() };
         let mut checks = Checks::default();
         judge_server(&server, Strategy::DeadLetter, &mut checks);
-        let report = checks.report(&CHECKED);
-        let is_named = |verdict: &Verdict| matches!(verdict, Verdict::NotKnown { what } if what.contains("\"LavinMQ 2.1.0\", and order-timeout needs RabbitMQ"));
-        let not_known = report.checks.iter().filter(|check| is_named(&check.verdict)).map(|check| check.cause);
+        let report = checks.report(CHECKED);
+        let is_named = |check: &&Check| matches!(check, Check::NotKnown { what, .. } if what.contains("\"LavinMQ 2.1.0\", and order-timeout needs RabbitMQ"));
+        let not_known = report.checks.iter().filter(is_named).map(Check::cause);
         assert!(not_known.eq([Cause::BrokerVersion, Cause::Topology]), "{report:?}");
     }
 
     #[test]
     fn more_consumers_than_workers_have_are_foreign() {
-        let live = RegisteredWorker {
-            host: "shop-1".into(),
-            pid: 7,
-            version: "1".into(),
-            namespace: "order".into(),
-            kinds: vec!["order".into()],
-            since: String::new(),
-            last_seen_s: 0.0,
-            is_live: true,
-        };
-        let of = |consumers, live: &[RegisteredWorker]| {
+        let of = |consumers, serving| {
             let queue = SeenQueue { name: "order.timeout".into(), ready: 0, consumers };
-            let found = judge_readers("", &Kind::ORDER, live, &[queue]);
-            found.into_iter().map(|problem| problem.cause).collect::<Vec<_>>()
+            judge_readers("", serving, &[queue]).into_iter().map(|problem| problem.cause).collect::<Vec<_>>()
         };
-        assert_eq!(of(0, &[]), []);
-        assert_eq!(of(1, &[]), [Cause::ForeignConsumers]);
-        let live = [live];
-        assert_eq!(of(0, &live), [Cause::AlarmsNotArriving]);
-        assert_eq!(of(2, &live), []);
-        assert_eq!(of(3, &live), [Cause::ForeignConsumers]);
+        assert_eq!(of(0, 0), []);
+        assert_eq!(of(1, 0), [Cause::ForeignConsumers]);
+        assert_eq!(of(0, 1), [Cause::AlarmsNotArriving]);
+        assert_eq!(of(2, 1), []);
+        assert_eq!(of(3, 1), [Cause::ForeignConsumers]);
     }
 
     #[test]

@@ -14,45 +14,13 @@ use crate::postgres::{self, Database, DatabaseError, one_line};
 /// README, "It needs": PostgreSQL 13.
 const OLDEST_VERSION: i32 = 130_000;
 
-/// Checks that need a connection; the first [`WITHOUT_TABLES`] of them nothing else.
-const CONNECTED: [Cause; 22] = {
-    use Cause as C;
-    [
-        C::DatabaseVersion,
-        C::Schema,
-        C::DatabaseConnections,
-        C::DatabaseRights,
-        C::ReadOnly,
-        C::TimeZone,
-        C::OrdersContract,
-        C::SlowOverdueQuery,
-        C::FirstBacklog,
-        C::NoWorker,
-        C::OrdersOverdue,
-        C::KindNotStarted,
-        C::KindNotServed,
-        C::WorkersDisagree,
-        C::OutboxUnreadable,
-        C::RelayStalled,
-        C::Reminders,
-        C::ParkedAlarms,
-        C::AlarmsNotArriving,
-        C::SlotNotConfirming,
-        C::AlarmsCirculate,
-        C::UnreadableMessage,
-    ]
-};
-const WITHOUT_TABLES: usize = 3;
-/// Those that need our tables as well.
-const MIGRATED: &[Cause] = CONNECTED.split_at(WITHOUT_TABLES).1;
-
 /// Returns the database if it has our tables.
 pub(super) async fn examine(settings: &Settings, checks: &mut Checks) -> Option<Database> {
     let database = match Database::connect(&settings.database, 2).await {
         Ok(database) => database,
         Err(fault) => {
             unreachable(&fault, checks);
-            checks.skip(&CONNECTED, "there is no connection to the database");
+            skip_from(Cause::DatabaseVersion, "there is no connection to the database", checks);
             return None;
         }
     };
@@ -65,7 +33,7 @@ pub(super) async fn examine(settings: &Settings, checks: &mut Checks) -> Option<
             schema(&database, settings, checks).await;
         }
         Err(why) => {
-            checks.skip(&CONNECTED, &why);
+            skip_from(Cause::DatabaseVersion, &why, checks);
             return None;
         }
     }
@@ -75,13 +43,18 @@ pub(super) async fn examine(settings: &Settings, checks: &mut Checks) -> Option<
     Some(database)
 }
 
+/// Checks that need the database, from this one on; and what only its workers can find.
+fn skip_from(first: Cause, why: &str, checks: &mut Checks) {
+    checks.skip(first..=Cause::ProviderAway, why);
+    checks.skip(Cause::SlotNotConfirming.., why);
+}
+
 /// Whether our tables are there. If not, no other check of them is made.
 async fn is_migrated(database: &Database, Facts { role, forbidden, .. }: &Facts, checks: &mut Checks) -> bool {
     if !forbidden.is_empty() {
         let grants: Vec<String> = forbidden.iter().map(|right| format!("GRANT {right} TO {role}")).collect();
         let what = format!("the role {role} lacks {}", forbidden.join(", "));
-        checks.skip(MIGRATED, "the migrations cannot be read");
-        checks.not_known(Cause::Schema, "the migrations cannot be read");
+        skip_from(Cause::Schema, "the migrations cannot be read", checks);
         checks.error(
             Problem::new(Cause::DatabaseRights, what, grants.join("; ")).because("a worker does not start without it"),
         );
@@ -92,7 +65,7 @@ async fn is_migrated(database: &Database, Facts { role, forbidden, .. }: &Facts,
         Problem::new(Cause::Schema, fault.to_string(), "run `order-timeout setup` as the owner of the schema")
             .because("a worker does not start on it"),
     );
-    checks.skip(MIGRATED, "the schema lacks migrations");
+    skip_from(Cause::ReadOnly, "the schema lacks migrations", checks);
     false
 }
 
@@ -133,17 +106,12 @@ fn judge_server(facts: &Facts, settings: &Settings, checks: &mut Checks) {
 }
 
 async fn schema(database: &Database, settings: &Settings, checks: &mut Checks) {
-    let mut schema = Schema::new(settings);
-    if settings.asks_providers() {
-        schema = schema.with_provider();
-    }
-    match schema.look(database).await {
+    match Schema::new(settings).look(database).await {
         Ok(found) => {
             found.into_iter().flat_map(|(_, problems)| problems).for_each(|problem| of_worker(problem, checks));
         }
         Err(error) => {
-            let names = [Cause::Schema, Cause::DatabaseRights, Cause::ReadOnly];
-            checks.skip(&names, &one_line(&error));
+            checks.skip(Cause::Schema..=Cause::DatabaseRights, &one_line(&error));
         }
     }
 }

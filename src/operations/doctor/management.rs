@@ -27,9 +27,6 @@ const TIMEOUT: Duration = Duration::from_secs(15);
 /// What an acknowledgement may take besides the hold and a requeue.
 const ACKNOWLEDGED_WITHIN: Duration = Duration::from_secs(60);
 
-/// Checks of the management API.
-const OVER_HTTP: [Cause; 2] = [Cause::Topology, Cause::BrokerPolicy];
-
 /// The address of the management API.
 #[derive(Debug, Clone)]
 pub struct ManagementAddress {
@@ -74,13 +71,12 @@ pub(super) async fn examine(
     checks: &mut Checks,
 ) {
     let Some(address) = address else {
-        return checks.skip(
-            &OVER_HTTP,
-            "only the broker's management API shows bindings and policies: give its address with --management",
-        );
+        let why = "only the broker's management API shows bindings and policies: give its address with --management";
+        checks.not_known(Cause::Topology, why);
+        return checks.not_known(Cause::BrokerPolicy, why);
     };
     let Ok(amqp) = settings.amqp.url.expose_secret().parse::<AmqpAddress>() else {
-        return checks.skip(&OVER_HTTP, "amqp.url is not valid");
+        return checks.not_known(Cause::BrokerPolicy, "amqp.url is not valid");
     };
     let api = Api { settings, address, amqp };
     let vhost = encoded(&api.amqp.vhost);
@@ -291,15 +287,14 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::operations::doctor::Verdict;
+    use crate::operations::doctor::Check;
 
     fn found(judge: impl FnOnce(&mut Checks)) -> Vec<(Cause, bool)> {
         let mut checks = Checks::default();
         judge(&mut checks);
         let report = checks.report(&[]);
-        let is_error = |verdict: &Verdict| matches!(verdict, Verdict::Error(_));
-        let findings = report.checks.iter().filter(|check| !matches!(check.verdict, Verdict::Ok { .. }));
-        findings.map(|check| (check.cause, is_error(&check.verdict))).collect()
+        let findings = report.checks.iter().filter(|check| !matches!(check, Check::Ok { .. }));
+        findings.map(|check| (check.cause(), matches!(check, Check::Error(_)))).collect()
     }
 
     #[test]

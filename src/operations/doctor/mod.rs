@@ -14,11 +14,12 @@ mod server;
 mod workers;
 
 use check::Checks;
-pub use check::{CHECKED, Check, Report, Verdict};
+pub use check::{CHECKED, Check, Report};
 pub use management::ManagementAddress;
 use order_timeout_core::problem::Cause;
 
 use crate::config::Settings;
+use crate::observe::inspect::registration::Registration;
 
 /// What is to be looked at besides what is always looked at.
 #[derive(Debug, Clone, Default)]
@@ -32,15 +33,15 @@ pub async fn examine(settings: &Settings, options: &Options) -> Report {
     let mut checks = Checks::default();
     settings.writable_secret_files().into_iter().for_each(|problem| checks.warning(problem));
     let database = database::examine(settings, &mut checks).await;
-    let workers = match &database {
-        Some(database) => workers::examine(settings, database, &mut checks).await,
+    let registration = database.as_ref().map(|database| Registration::new(database.clone(), settings));
+    let live = match database.as_ref().zip(registration.as_ref()) {
+        Some((database, registration)) => workers::examine(settings, database, registration, &mut checks).await,
         None => None,
     };
     providers::examine(settings, database.as_ref(), &mut checks).await;
     if !settings.delay.strategy.needs_broker() {
-        let of_database = CHECKED.into_iter().take_while(|cause| *cause != Cause::AlarmsNotArriving);
-        return checks.report(&of_database.collect::<Vec<_>>());
+        return checks.report(CHECKED.split(|cause| *cause == Cause::Broker).next().unwrap_or_default());
     }
-    broker::examine(settings, options, database.as_ref(), workers.as_deref(), &mut checks).await;
-    checks.report(&CHECKED)
+    broker::examine(settings, options, database.as_ref(), registration.zip(live), &mut checks).await;
+    checks.report(CHECKED)
 }

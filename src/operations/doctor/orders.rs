@@ -10,7 +10,6 @@ use super::database::of_worker;
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
-use crate::observe::inspect::plan::Plans;
 use crate::operations::adopt::{Level, check};
 use crate::operations::{first_backlog, orders_statements};
 use crate::postgres::warm_connections::WarmConnections;
@@ -40,14 +39,8 @@ pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kin
         Ok(prepared) => prepared,
         Err(fault) => return checks.error(statement(fault.to_string())),
     };
-    let (close_name, overdue_name) = orders_statements::names(settings, kind);
-    let own_close = is_own.then(|| {
-        let (sql, parameters) = closer.statement();
-        (sql, parameters, close_name)
-    });
-    let plans = Plans::new((sweeper.statement(), overdue_name), own_close).with_index(sweeper.index());
     let mut is_planned = true;
-    match plans.look(database).await {
+    match orders_statements::plans(settings, kind, &closer, &sweeper).look(database).await {
         Ok(found) => {
             for (cause, faults) in found {
                 is_planned &= faults.is_empty();

@@ -1,19 +1,17 @@
-//! What the database says about itself: its version, the connections that it has left, and what was closed lately.
+//! What the database says about itself: its version, and the connections that it has left.
 //!
 //! Reads only, with few statements; judges nothing (`database.rs`, `workers.rs`).
 
-use std::time::Duration;
-
-use order_timeout_client::postgres::Timestamptz;
-use order_timeout_core::order::Timestamp;
 use order_timeout_core::payment::{Attempt, Currency, Money};
+use serde::Deserialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
+use sqlx::types::Json;
 
 use crate::postgres::{Database, one_line};
 
 /// The server and our role.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Deserialize)]
 pub(super) struct Facts {
     pub version_number: i32,
     pub version: String,
@@ -50,85 +48,24 @@ limits AS (
     WHERE rolconnlimit >= 0 AND NOT rolsuper
     UNION ALL SELECT 'CONNECTION LIMIT of database ' || datname, datconnlimit - of_database FROM used, database, role
     WHERE datconnlimit >= 0 AND NOT rolsuper)
-SELECT current_setting('server_version_num')::integer AS version_number,
-       current_setting('server_version') AS version, quote_ident(session_user) AS role,
-       ARRAY(
+SELECT jsonb_build_object(
+       'version_number', current_setting('server_version_num')::integer,
+       'version', current_setting('server_version'), 'role', quote_ident(session_user),
+       'forbidden', ARRAY(
            SELECT CASE WHEN has_schema_privilege(n.oid, 'USAGE') THEN format('SELECT ON %I.%I', n.nspname, c.relname)
                        ELSE format('USAGE ON SCHEMA %I', n.nspname) END
            FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
            WHERE c.relname = 'order_timeout_migrations'
              AND coalesce(to_regclass(c.relname) = c.oid, true)
-             AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
-       ) AS forbidden,
-       left_over AS connections_left, name AS connections_limited_by
+             AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))),
+       'connections_left', left_over, 'connections_limited_by', name)
 FROM limits ORDER BY left_over LIMIT 1";
 
 /// # Errors
 /// One sentence.
 pub(super) async fn facts(database: &Database) -> Result<Facts, String> {
-    let row = database.run(async |connection| sqlx::query(FACTS).fetch_one(connection).await).await;
-    let read = |row: PgRow| {
-        Ok(Facts {
-            version_number: row.try_get("version_number")?,
-            version: row.try_get("version")?,
-            role: row.try_get("role")?,
-            forbidden: row.try_get("forbidden")?,
-            connections_left: row.try_get("connections_left")?,
-            connections_limited_by: row.try_get("connections_limited_by")?,
-        })
-    };
-    row.and_then(read).map_err(|error| one_line(&error))
-}
-
-/// How orders of the default table were closed lately.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Closes {
-    pub closed: i64,
-    pub swept: i64,
-    /// In how many different minutes the sweep closed them.
-    pub swept_minutes: i64,
-    /// When the sweep closed the last of them.
-    pub last_swept: Option<Timestamp>,
-    /// How long ago that was, and the mean time between two of them.
-    pub last_swept_ago: Duration,
-    pub mean_gap: Duration,
-    /// How many were closed since then.
-    pub closed_since: i64,
-}
-
-const CLOSES: &str = "
-WITH closes AS (
-    SELECT closed_at, closed_by = 'sweep' AS is_swept FROM orders
-    WHERE status = 'closed' AND closed_at > clock_timestamp() - make_interval(secs => $1)),
-swept AS (
-    SELECT count(*) AS swept, count(DISTINCT date_trunc('minute', closed_at)) AS swept_minutes,
-           min(closed_at) AS first, max(closed_at) AS last
-    FROM closes WHERE is_swept)
-SELECT swept, swept_minutes, last, (SELECT count(*) FROM closes) AS closed, (SELECT count(*) FROM closes WHERE closed_at > last) AS closed_since,
-       coalesce(greatest(extract(epoch FROM clock_timestamp() - last), 0), 0)::float8 AS ago_s,
-       coalesce(extract(epoch FROM last - first) / nullif(swept - 1, 0), 0)::float8 AS gap_s
-FROM swept";
-
-/// What was closed in the last `within`.
-///
-/// # Errors
-/// One sentence.
-pub(super) async fn closes(database: &Database, within: Duration) -> Result<Closes, String> {
-    let select = sqlx::query(CLOSES).bind(within.as_secs_f64());
-    let row = database.run(async |connection| select.fetch_one(connection).await).await;
-    let read = |row: PgRow| {
-        let last: Option<Timestamptz> = row.try_get("last")?;
-        Ok(Closes {
-            closed: row.try_get("closed")?,
-            swept: row.try_get("swept")?,
-            swept_minutes: row.try_get("swept_minutes")?,
-            last_swept: last.map(|Timestamptz(last)| last),
-            last_swept_ago: Duration::from_secs_f64(row.try_get("ago_s")?),
-            mean_gap: Duration::from_secs_f64(row.try_get("gap_s")?),
-            closed_since: row.try_get("closed_since")?,
-        })
-    };
-    row.and_then(read).map_err(|error| one_line(&error))
+    let read = database.run(async |connection| sqlx::query_scalar(FACTS).fetch_one(connection).await).await;
+    read.map(|Json(facts)| facts).map_err(|error| one_line(&error))
 }
 
 /// Whether an event was published and is not deleted yet; not if that cannot be read.

@@ -1,23 +1,21 @@
 //! The workers as they have registered themselves, what they have found, and what they leave behind when they do not do their
-//! work: overdue orders, full outboxes, parked alarms, closes by the sweep.
+//! work: overdue orders, full outboxes, parked alarms.
 //!
 //! Asks no worker; reads the database alone.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use order_timeout_core::kind::Kind;
-use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 use order_timeout_core::problem::{Cause, Problem};
 
 use super::check::Checks;
-use super::server::{self, Closes};
 use crate::config::Settings;
-use crate::observe::inspect::registration::Registration;
+use crate::observe::inspect::registration::{Registered, Registration, not_served};
 use crate::operations::open_cause::{how_to_end, named};
 use crate::operations::orders_table::{OrdersTable, OverdueOrders};
 use crate::operations::pause_closing::HOW_TO_RESUME;
-use crate::operations::status::{self, Outbox, RegisteredWorker};
+use crate::operations::status::{self, Outbox};
 use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::lock_holders::LockHolder;
 use crate::postgres::{self, Database, one_line, parked_alarms};
@@ -27,116 +25,53 @@ const OVERDUE_FOR: Duration = Duration::from_secs(30);
 /// How long a row may wait in an outbox, which is polled ten times a second. Longer than a transaction that commits old
 /// rows.
 const UNSENT_FOR: Duration = Duration::from_secs(60);
-/// Closes of this time are looked at.
-const LATELY: Duration = Duration::from_secs(600);
-/// Fewer show nothing.
-const FEW_SWEPT: i64 = 10;
-/// In fewer minutes the sweep has closed what was overdue after a start, a pause or an outage. Where more orders than these
-/// fall due, workers find by themselves that alarms are missing.
-const FEW_MINUTES: i64 = 3;
-/// The sweep has stopped closing orders when its last close is older than this, and than so many of its usual gaps.
-const OVER_AFTER: Duration = Duration::from_secs(15);
-const GAPS_UNTIL_OVER: u32 = 3;
-/// What only a worker can find and nothing else here looks at.
-const NEEDS_WORKER: [Cause; 5] = {
-    use Cause as C;
-    [C::KindNotStarted, C::Reminders, C::SlotNotConfirming, C::AlarmsCirculate, C::UnreadableMessage]
-};
-/// One close in so many may be the sweep's: an order whose alarm was parked, or for which none was scheduled.
-const SWEPT_OF: i64 = 20;
-
-/// Returns the live workers of this namespace, if they are known.
+/// Returns the live workers, if they are known.
 pub(super) async fn examine(
     settings: &Settings,
     database: &Database,
+    registration: &Registration,
     checks: &mut Checks,
-) -> Option<Vec<RegisteredWorker>> {
-    let live = live_workers(settings, database, checks).await;
+) -> Option<Registered> {
+    let live = match registration.look().await {
+        Ok(live) => Some(live),
+        Err(error) => {
+            let why = one_line(&error);
+            checks.skip(Cause::NoWorker..=Cause::Reminders, &why);
+            checks.skip(Cause::SlotNotConfirming.., &why);
+            None
+        }
+    };
     if let Some(live) = &live {
-        kinds_served(settings, live, checks);
-    }
-    overdue(settings, database, live.as_deref(), checks).await;
-    let registration = Registration::new(database.clone(), settings);
-    found_by_workers(&registration, live.as_deref(), checks).await;
-    match registration.disagreement().await {
-        Ok(None) => {}
-        Ok(Some(problem)) => checks
-            .error(Problem { what: format!("workers differ from this configuration: {}", problem.what), ..problem }),
-        Err(error) => checks.not_known(Cause::WorkersDisagree, one_line(&error)),
+        overdue(settings, database, live.count(), checks).await;
+        found_by_workers(live, checks);
+        if let Some(problem) = live.disagreement() {
+            let what = format!("workers differ from this configuration: {}", problem.what);
+            checks.error(Problem { what, ..problem });
+        }
     }
     outboxes(settings, database, checks).await;
     match parked_alarms::count_by_reason(database).await {
-        Ok(parked) => {
-            judge_parked(&parked.into_iter().map(|(reason, alarms, _)| (reason, alarms)).collect::<Vec<_>>(), checks)
-        }
+        Ok(parked) => judge_parked(&parked, checks),
         Err(error) => checks.not_known(Cause::ParkedAlarms, one_line(&error)),
-    }
-    let has_default = settings.served_kinds().iter().any(|kind| settings.has_default_orders(kind));
-    if has_default && settings.delay.strategy.needs_broker() {
-        match server::closes(database, LATELY).await {
-            Ok(closes) => judge_closes(&closes, checks),
-            Err(why) => checks.not_known(Cause::AlarmsNotArriving, why),
-        }
     }
     live
 }
 
-/// The live workers of this namespace.
-pub(super) async fn live(settings: &Settings, database: &Database) -> Result<Vec<RegisteredWorker>, String> {
-    let mut workers = status::workers(database).await?;
-    workers.retain(|worker| worker.is_live && worker.namespace == settings.namespace);
-    Ok(workers)
-}
-
-async fn live_workers(settings: &Settings, database: &Database, checks: &mut Checks) -> Option<Vec<RegisteredWorker>> {
-    match live(settings, database).await {
-        Ok(workers) => Some(workers),
-        Err(why) => {
-            checks.skip(&[Cause::NoWorker, Cause::KindNotServed, Cause::OrdersOverdue], &why);
-            None
-        }
-    }
-}
-
 /// What ends with its cause, because each worker says what it finds every few seconds.
-async fn found_by_workers(registration: &Registration, live: Option<&[RegisteredWorker]>, checks: &mut Checks) {
-    if live.is_some_and(<[_]>::is_empty) {
-        return checks.skip(&NEEDS_WORKER, "no worker runs");
+fn found_by_workers(live: &Registered, checks: &mut Checks) {
+    if live.count() == 0 {
+        checks.not_known(Cause::KindNotServed, "no worker runs");
+        checks.skip(Cause::KindNotStarted..=Cause::Reminders, "no worker runs");
+        return checks.skip(Cause::SlotNotConfirming.., "no worker runs");
     }
-    match registration.found_by_workers().await {
-        Ok(found) => found.into_iter().for_each(|problem| match problem.cause {
-            Cause::KindNotStarted | Cause::TimeZone => checks.error(problem),
-            _ => checks.warning(problem),
-        }),
-        Err(error) => checks.skip(&NEEDS_WORKER, &one_line(&error)),
-    }
+    live.unserved().iter().for_each(|kind| checks.error(not_served(kind)));
+    live.found().into_iter().for_each(|problem| match problem.cause {
+        Cause::KindNotStarted | Cause::TimeZone => checks.error(problem),
+        _ => checks.warning(problem),
+    });
 }
 
-fn kinds_served(settings: &Settings, live: &[RegisteredWorker], checks: &mut Checks) {
-    if live.is_empty() {
-        return checks.not_known(Cause::KindNotServed, "no worker runs");
-    }
-    let unserved = unserved(settings, live);
-    if !unserved.is_empty() {
-        let kinds = unserved.iter().map(Kind::to_string).collect::<Vec<_>>().join(", ");
-        checks.error(Problem::new(
-            Cause::KindNotServed,
-            format!("no worker serves the kind {kinds}"),
-            format!(
-                "start a worker with the settings of kinds.{kinds}, and with it in worker.kinds if that is not empty"
-            ),
-        ));
-    }
-}
-
-/// The kinds of the configuration that no live worker serves.
-pub(super) fn unserved(settings: &Settings, live: &[RegisteredWorker]) -> BTreeSet<Kind> {
-    let is_served = |kind: &Kind| live.iter().any(|worker| worker.kinds.iter().any(|served| served == kind.as_str()));
-    settings.all_kinds().into_iter().filter(|kind| !is_served(kind)).collect()
-}
-
-async fn overdue(settings: &Settings, database: &Database, live: Option<&[RegisteredWorker]>, checks: &mut Checks) {
-    let Some(live) = live else { return };
+async fn overdue(settings: &Settings, database: &Database, workers: usize, checks: &mut Checks) {
     let mut late = None;
     for kind in settings.served_kinds() {
         // What is overdue then waits for the end of the pause, whatever else is wrong.
@@ -149,7 +84,7 @@ async fn overdue(settings: &Settings, database: &Database, live: Option<&[Regist
             Err(why) => checks.not_known(Cause::OrdersOverdue, why),
         }
     }
-    match (late, live.is_empty()) {
+    match (late, workers == 0) {
         (Some((kind, late)), true) => checks.error(Problem::new(
             Cause::NoWorker,
             format!("no worker runs, and {} of kind {kind} are overdue, {}", late.orders, late.oldest),
@@ -157,7 +92,7 @@ async fn overdue(settings: &Settings, database: &Database, live: Option<&[Regist
         )),
         (Some((kind, late)), false) => checks.error(overdue_despite_workers(&kind, &late)),
         (None, true) => checks.not_known(Cause::NoWorker, "no worker runs, and no order is overdue"),
-        (None, false) => checks.fact(Cause::NoWorker, format!("{} workers run", live.len())),
+        (None, false) => checks.fact(Cause::NoWorker, format!("{workers} workers run")),
     }
 }
 
@@ -243,11 +178,12 @@ fn judge_outbox(table: &str, outbox: &Outbox, checks: &mut Checks) {
     }
 }
 
-fn judge_parked(parked: &[(String, u64)], checks: &mut Checks) {
+fn judge_parked(parked: &[(String, u64, Timestamp)], checks: &mut Checks) {
     if parked.is_empty() {
         return;
     }
-    let of_reason = parked.iter().map(|(reason, alarms)| format!("{alarms} {reason}")).collect::<Vec<_>>().join(", ");
+    let of_reason =
+        parked.iter().map(|(reason, alarms, _)| format!("{alarms} {reason}")).collect::<Vec<_>>().join(", ");
     checks.warning(Problem::new(
         Cause::ParkedAlarms,
         format!("alarms are parked: {of_reason}"),
@@ -255,71 +191,14 @@ fn judge_parked(parked: &[(String, u64)], checks: &mut Checks) {
     ));
 }
 
-fn judge_closes(closes: &Closes, checks: &mut Checks) {
-    let Closes { closed, swept, closed_since, .. } = *closes;
-    let is_unusual = swept >= FEW_SWEPT && swept * SWEPT_OF > closed && closes.swept_minutes >= FEW_MINUTES;
-    let Some(last) = closes.last_swept.filter(|_| is_unusual) else { return };
-    let what = format!("the sweep closed {swept} of {closed} orders in the last {}", seconds(LATELY));
-    if closed_since >= SWEPT_OF || closes.last_swept_ago > OVER_AFTER.max(closes.mean_gap * GAPS_UNTIL_OVER) {
-        let last = write_rfc3339(last);
-        return checks.fact(
-            Cause::AlarmsNotArriving,
-            format!("{what}, which is over: the last at {last}, {closed_since} since by others"),
-        );
-    }
-    checks.warning(
-        Problem::new(
-            Cause::AlarmsNotArriving,
-            what,
-            "schedule an alarm in each order's transaction; if that is done, see \"Alarms that do not arrive\" in docs/operating/troubleshoot.md",
-        )
-        .because("their alarms did not arrive in time, so they were closed late, by sweep.grace and more"),
-    );
-}
-
 #[cfg(test)]
 mod tests {
-    use order_timeout_core::order::Timestamp;
-
     use super::*;
 
     fn names(judge: impl FnOnce(&mut Checks)) -> Vec<Cause> {
         let mut checks = Checks::default();
         judge(&mut checks);
         checks.report(&[]).problems().map(|problem| problem.cause).collect()
-    }
-
-    #[test]
-    fn few_swept_orders_are_usual() {
-        let of = |swept, closed, swept_minutes| {
-            let last_swept = Some(Timestamp::from_unix_micros(0));
-            let closes = Closes { swept, closed, swept_minutes, last_swept, ..Closes::default() };
-            names(|checks| judge_closes(&closes, checks))
-        };
-        assert_eq!(of(10, 200, 9), []);
-        assert_eq!(of(11, 200, 9), [Cause::AlarmsNotArriving]);
-        assert_eq!(of(9, 9, 9), []);
-        assert_eq!(of(500, 500, 2), [], "what was overdue after an outage");
-    }
-
-    #[test]
-    fn sweep_that_has_stopped_is_over() {
-        let last_swept = Some(Timestamp::from_unix_micros(1_000_000));
-        let (swept, closed) = (12, 12);
-        let of = |ago_s, gap_s, closed_since| {
-            let (last_swept_ago, mean_gap) = (Duration::from_secs(ago_s), Duration::from_secs(gap_s));
-            let swept_minutes = 9;
-            let closes = Closes { swept, closed, swept_minutes, last_swept, last_swept_ago, mean_gap, closed_since };
-            let mut checks = Checks::default();
-            judge_closes(&closes, &mut checks);
-            let report = checks.report(&[]);
-            (report.exit_code(), format!("{:?}", report.checks))
-        };
-        assert_eq!(of(14, 0, 0).0, 1);
-        let (code, said) = of(16, 0, 0);
-        assert!(code == 0 && said.contains("is over: the last at 1970-01-01T00:00:01"), "{said}");
-        assert_eq!(of(60, 50, 0).0, 1, "one a minute is usual there");
-        assert_eq!(of(0, 0, 20).0, 0, "twenty were closed in time since");
     }
 
     #[test]

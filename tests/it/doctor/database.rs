@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::operations::doctor::{Verdict, examine};
+use order_timeout::operations::doctor::examine;
 use order_timeout::postgres;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::problem::Cause;
@@ -146,7 +146,6 @@ async fn broken_databases_are_found(env: Arc<TestEnv>) {
     first_backlog_is_found(&mut stack).await;
     holders_of_locks_are_found(&mut stack).await;
     forged_close_is_found(&mut stack).await;
-    swept_orders_are_found(&mut stack).await;
     missing_execute_is_found(&mut stack).await;
     unusable_addresses_are_found(&mut stack).await;
     missing_setup_is_found(&stack).await;
@@ -249,27 +248,6 @@ async fn missing_execute_is_found(stack: &mut Stack) {
     stack.sql("ALTER FUNCTION former(text) RENAME TO paid_attempts").await;
     stack.assert_nothing_found("the function").await;
     stack.settings = without;
-}
-
-async fn swept_orders_are_found(stack: &mut Stack) {
-    stack.settings.delay.strategy = Strategy::DeadLetter;
-    let closed = "INSERT INTO orders (id, status, expires_at, closed_at, closed_by, close_reason)
-                  SELECT gen_random_uuid(), 'closed', now() - n * interval '20 s' - interval '2 s', now() - n * interval '20 s', 'sweep', 'unpaid'
-                  FROM generate_series(0, 11) AS n";
-    stack.sql(closed).await;
-    let report = stack.report().await;
-    assert!(only(&report, Cause::AlarmsNotArriving).what.contains("closed 12 of 12"));
-    assert_eq!(report.exit_code(), 1);
-    // The sweep has closed nothing for longer than before.
-    stack
-        .sql("UPDATE orders SET expires_at = expires_at - interval '2 min', closed_at = closed_at - interval '2 min'")
-        .await;
-    let report = stack.report().await;
-    assert_eq!(report.exit_code(), 0, "{report:?}");
-    let sweep = report.checks.iter().find(|check| check.cause == Cause::AlarmsNotArriving).unwrap();
-    let is_told = |what: &str| what.contains("12 of 12") && what.contains("is over: the last at 20");
-    assert!(matches!(&sweep.verdict, Verdict::Ok { what: Some(what) } if is_told(what)), "{sweep:?}");
-    stack.settings.delay.strategy = Strategy::Database;
 }
 
 async fn unusable_addresses_are_found(stack: &mut Stack) {
