@@ -32,6 +32,7 @@ mod validate;
 
 pub use effective::EffectiveSetting;
 use kinds::KindSettings;
+pub use load::DatabaseUse;
 
 /// The defaults, embedded so that a worker runs without any file: the documented settings, and those that only benchmarks
 /// and tests turn. No key is in both.
@@ -84,7 +85,7 @@ pub struct DatabaseSettings {
 }
 
 impl DatabaseSettings {
-    /// Whether there is an address ([`Settings::load_with_database_if_given`]).
+    /// Whether there is an address ([`DatabaseUse::IfGiven`]).
     #[must_use]
     pub fn is_given(&self) -> bool {
         !self.url.expose_secret().is_empty()

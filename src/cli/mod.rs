@@ -39,7 +39,7 @@ use order_timeout_core::message::read_rfc3339;
 use order_timeout_core::order::{OrderIdError, Timestamp};
 use order_timeout_core::problem::Problem;
 
-use crate::config::{Settings, SettingsError};
+use crate::config::{DatabaseUse, Settings, SettingsError};
 use crate::operations::forecast::ForecastError;
 use crate::operations::orders_statements;
 use crate::operations::pause_closing::PauseError;
@@ -126,13 +126,13 @@ impl Cli {
     /// [`SettingsError`], one sentence with key and origin.
     pub fn load_settings(&self) -> Result<Settings, SettingsError> {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
-        match self.command {
+        let used = match self.command {
             Command::Topology(_) | Command::Config(_) | Command::Provider(_) | Command::Health(_) => {
-                Settings::load(file, overrides)
+                DatabaseUse::Ignored
             }
-            Command::Completions(_) | Command::Man => Ok(Settings::defaults()),
-            Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
-            Command::Setup(_) => Settings::load_with_named_database(file, overrides),
+            Command::Completions(_) | Command::Man => return Ok(Settings::defaults()),
+            Command::Schedule(_) => DatabaseUse::IfGiven,
+            Command::Setup(_) => DatabaseUse::Named,
             Command::Worker(_)
             | Command::Status(_)
             | Command::Doctor(_)
@@ -147,8 +147,9 @@ impl Cli {
             | Command::Late(_)
             | Command::Closing(_)
             | Command::Sql(_)
-            | Command::Adopt(_) => Settings::load_with_database(file, overrides),
-        }
+            | Command::Adopt(_) => DatabaseUse::Needed,
+        };
+        Settings::load_for(used, file, overrides)
     }
 }
 

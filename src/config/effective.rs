@@ -33,7 +33,7 @@ impl Settings {
         file: Option<&Path>,
         overrides: &[String],
     ) -> Result<(Self, Vec<EffectiveSetting>), SettingsError> {
-        let merged = merge(file, environment()?, overrides)?;
+        let merged = merge(file, environment(), overrides)?;
         let cache = merged.cache.clone();
         let (settings, origins) = check(merged)?;
         let values = leaves("", &cache);

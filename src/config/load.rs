@@ -2,7 +2,6 @@
 //!
 //! Reads, never checks what a value means (`Settings::validate` does), and never repeats a secret.
 
-use std::ffi::OsString;
 use std::io::Read;
 use std::path::Path;
 
@@ -30,10 +29,6 @@ const LIST_FORM: &str = "lanes = [\"15m\"]";
 /// Lists of a kind, behind its name.
 const LISTS_OF_KIND: [&str; 4] = ["lanes", "remind", "providers", "table.id"];
 
-/// The old and the new names of renamed settings.
-pub(super) const RENAMED: [(&str, &str); 2] =
-    [("worker.away_patience", "worker.requeue_after"), ("worker.arm_prefetch", "worker.schedule_prefetch")];
-
 /// The least similarity of a key and the one suggested for it, from 0 to 1: two letters in five may differ.
 const LEAST_SIMILARITY: f64 = 0.6;
 
@@ -43,6 +38,20 @@ const LARGEST_SECRET_BYTES: u64 = 64 * 1024;
 /// A key and where its value came from; `None` for the defaults.
 type Origins = Vec<(String, Option<String>)>;
 
+/// What a program does with the database's address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DatabaseUse {
+    /// Nothing, such as a publisher, which may have a `DATABASE_URL` of another kind.
+    Ignored,
+    /// Uses the database if one is given: otherwise, and for an address of another kind, `database.url` is empty
+    /// ([`DatabaseSettings::is_given`](super::DatabaseSettings::is_given)).
+    IfGiven,
+    /// Needs it, such as a worker.
+    Needed,
+    /// Writes tables into it: a missing address is an error, because the default one is rarely meant.
+    Named,
+}
+
 impl Settings {
     /// Loads defaults, then `file`, then the environment, then `overrides` (`KEY=VALUE`), and checks the result.
     /// Sufficient for a publisher: the database's address is not checked.
@@ -51,7 +60,7 @@ impl Settings {
     /// [`SettingsError`]: an unknown key, a value of the wrong form, a missing file, or values that do not fit
     /// together; with key and origin.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
-        Self::load_with_environment(file, environment()?, overrides)
+        Self::load_for(DatabaseUse::Ignored, file, overrides)
     }
 
     /// [`Settings::load`] for a program that needs the database, such as a worker.
@@ -59,57 +68,15 @@ impl Settings {
     /// # Errors
     /// As [`Settings::load`], or if `database.url` is not the address of a Postgres.
     pub fn load_with_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
-        Self::load_with_database_and_environment(file, environment()?, overrides)
+        Self::load_for(DatabaseUse::Needed, file, overrides)
     }
 
-    /// [`Settings::load_with_database`] for a program that writes tables: a missing address is an error, because the
-    /// default one is rarely meant.
+    /// [`Settings::load`] for a program with this use of the database.
     ///
     /// # Errors
-    /// As [`Settings::load_with_database`], or if no setting names the database.
-    pub fn load_with_named_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
-        let (settings, origins) = load_with_database(file, environment()?, overrides)?;
-        if is_database_given(&origins) {
-            return Ok(settings);
-        }
-        let default = "127.0.0.1:5432, database \"postgres\"";
-        let why = format!(
-            "is not given, and setup does not write tables to the default address ({default}); set {DATABASE_URL_NAME} to {POSTGRES_FORM}"
-        );
-        Err(SettingsError::of("database.url", why))
-    }
-
-    /// [`Settings::load`] for a program that uses the database only if one is given: otherwise, and for an address of
-    /// another kind, `database.url` is empty ([`DatabaseSettings::is_given`]).
-    ///
-    /// [`DatabaseSettings::is_given`]: super::DatabaseSettings::is_given
-    ///
-    /// # Errors
-    /// As [`Settings::load`].
-    pub fn load_with_database_if_given(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
-        Self::load_with_any_database_and_environment(file, environment()?, overrides)
-    }
-
-    pub(super) fn load_with_any_database_and_environment(
-        file: Option<&Path>,
-        environment: Map<String, String>,
-        overrides: &[String],
-    ) -> Result<Self, SettingsError> {
-        let (mut settings, mut origins) = load(file, environment, overrides)?;
-        let database = &mut settings.database;
-        let is_read = read_secret("database.url", &mut database.url, &database.url_file, &mut origins).is_ok();
-        if !(is_read && is_database_given(&origins) && settings.validate_database().is_ok()) {
-            settings.database.url = SecretString::default();
-        }
-        Ok(settings)
-    }
-
-    fn load_with_database_and_environment(
-        file: Option<&Path>,
-        environment: Map<String, String>,
-        overrides: &[String],
-    ) -> Result<Self, SettingsError> {
-        load_with_database(file, environment, overrides).map(|(settings, _)| settings)
+    /// As [`Settings::load`], or if `database.url` is not what the use asks for.
+    pub fn load_for(used: DatabaseUse, file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
+        load(used, merge(file, environment(), overrides)?)
     }
 
     /// The defaults only, for a program that sets its own addresses.
@@ -130,60 +97,38 @@ impl Settings {
         environment: Map<String, String>,
         overrides: &[String],
     ) -> Result<Self, SettingsError> {
-        load(file, environment, overrides).map(|(settings, _)| settings)
+        load(DatabaseUse::Ignored, merge(file, environment, overrides)?)
     }
 }
 
-/// The settings of a program that uses the database, and the origin of each value.
-fn load_with_database(
-    file: Option<&Path>,
-    environment: Map<String, String>,
-    overrides: &[String],
-) -> Result<(Settings, Origins), SettingsError> {
-    let (mut settings, mut origins) = load(file, environment, overrides)?;
+pub(super) fn load(used: DatabaseUse, merged: Config) -> Result<Settings, SettingsError> {
+    let (mut settings, mut origins) = check(merged)?;
+    if used == DatabaseUse::Ignored {
+        return Ok(settings);
+    }
     let database = &mut settings.database;
-    read_secret("database.url", &mut database.url, &database.url_file, &mut origins)?;
-    settings.validate_database().map_err(|fault| fault.with_origin(&origins))?;
-    Ok((settings, origins))
-}
-
-/// Whether the database's address was set: the default address is only for trying out.
-fn is_database_given(origins: &Origins) -> bool {
-    let address = origins.iter().find(|(key, _)| key == "database.url");
-    address.is_some_and(|(_, origin)| origin.is_some())
-}
-
-/// This process' environment.
-pub(super) fn environment() -> Result<Map<String, String>, SettingsError> {
-    texts(std::env::vars_os())
-}
-
-/// The variables that are text. Other programs' variables that are not text are ignored; ours are refused, because the
-/// program would otherwise use the default servers. `DATABASE_URL` may be either: it is kept, and checked when it is
-/// used.
-pub(super) fn texts(
-    variables: impl Iterator<Item = (OsString, OsString)>,
-) -> Result<Map<String, String>, SettingsError> {
-    let mut texts = Map::new();
-    for (name, value) in variables {
-        let (shown, text) = (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned());
-        let are_text = name.to_str().is_some() && value.to_str().is_some();
-        if are_text || shown == DATABASE_URL {
-            texts.insert(shown, text);
-        } else if shown.starts_with(ENV_PREFIX) || name_meant_by(&shown, &every_key()).is_some() {
-            let why = format!("its name or value is not UTF-8; {NOT_UTF8}");
-            return Err(SettingsError::new(Some(shown), Some(ENVIRONMENT.to_owned()), why));
-        }
+    let read = read_secret("database.url", &mut database.url, &database.url_file, &mut origins);
+    let checked = read.and_then(|()| settings.validate_database().map_err(|fault| fault.with_origin(&origins)));
+    // The default address is only for trying out.
+    let is_given = origins.iter().any(|(key, origin)| key == "database.url" && origin.is_some());
+    match used {
+        DatabaseUse::IfGiven if !is_given || checked.is_err() => settings.database.url = SecretString::default(),
+        _ => checked?,
     }
-    Ok(texts)
+    if used == DatabaseUse::Named && !is_given {
+        let default = "127.0.0.1:5432, database \"postgres\"";
+        let why = format!(
+            "is not given, and setup does not write tables to the default address ({default}); set {DATABASE_URL_NAME} to {POSTGRES_FORM}"
+        );
+        return Err(SettingsError::of("database.url", why));
+    }
+    Ok(settings)
 }
 
-fn load(
-    file: Option<&Path>,
-    environment: Map<String, String>,
-    overrides: &[String],
-) -> Result<(Settings, Origins), SettingsError> {
-    check(merge(file, environment, overrides)?)
+/// This process' environment, with a replacement character for what is not UTF-8. Only our own variables need be.
+pub(super) fn environment() -> Map<String, String> {
+    let variables = std::env::vars_os();
+    variables.map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned())).collect()
 }
 
 /// Reads merged values as settings, and checks them.
@@ -284,6 +229,10 @@ pub(super) fn merge(
     refuse_names_cut_short(&environment)?;
     refuse_names_of_nothing(&environment)?;
     for (key, value) in keys_in(environment) {
+        // The database's address may be the shop's own `DATABASE_URL`, and is checked when it is used.
+        if value.contains(char::REPLACEMENT_CHARACTER) && key != "database.url" {
+            return Err(SettingsError::new(Some(key), Some(ENVIRONMENT.to_owned()), NOT_UTF8.to_owned()));
+        }
         builder =
             builder.set_override(&key, value_from(ENVIRONMENT, &key, &value)?).map_err(|fault| explain(&fault))?;
     }
@@ -378,8 +327,7 @@ fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
     if section.is_some_and(|section| known.iter().any(|key| key.starts_with(&section))) {
         return Some(format!("{ENV_PREFIX}{rest}"));
     }
-    let known = known.iter().map(|key| (key.as_str(), key.as_str()));
-    let (_, key) = known.chain(RENAMED).find(|(key, _)| key.replace('.', "_") == written)?;
+    let key = known.iter().find(|key| key.replace('.', "_") == written)?;
     Some(format!("{ENV_PREFIX}{}", key.replace('.', "__").to_uppercase()))
 }
 
@@ -431,10 +379,6 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key) && !is_of_shop(key)) else {
         return Ok(());
     };
-    if let Some((_, new)) = RENAMED.iter().find(|(old, _)| old == key) {
-        let why = format!("it was renamed to {new}; use that name");
-        return Err(SettingsError::new(Some(key.clone()), origin.clone(), why));
-    }
     let similarity = |name: &str| strsim::normalized_damerau_levenshtein(name, key);
     let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
     // The same section alone is not enough.

@@ -82,11 +82,7 @@ impl Settings {
         InvalidSetting::within("closing.in_progress_wait", closing.in_progress_wait, least, most)?;
         InvalidSetting::within("closing.retry_first", closing.retry_first, least, closing.retry_longest)?;
         InvalidSetting::within("closing.retry_longest", closing.retry_longest, least, most)?;
-        if !(1..=1_000).contains(&closing.max_rounds) {
-            let why = format!("{} is not between 1 and 1000", closing.max_rounds);
-            return Err(SettingsError::of("closing.max_rounds", why));
-        }
-        Ok(())
+        Ok(InvalidSetting::between("closing.max_rounds", closing.max_rounds, 1, 1_000)?)
     }
 
     pub(super) fn validate_providers_of(&self, kind: &Kind, settings: &KindSettings) -> Result<(), Fault> {

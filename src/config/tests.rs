@@ -3,7 +3,6 @@
 //! Pure: environments and arguments are passed in, files are temporary.
 
 use std::collections::BTreeSet;
-use std::os::unix::ffi::OsStringExt;
 
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::Lanes;
@@ -12,7 +11,7 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use proptest::prelude::*;
 
-use super::{Duration, ExposeSecret, Settings, load};
+use super::{DatabaseUse, Duration, ExposeSecret, Settings, load};
 
 fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, String> {
     let environment = environment.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
@@ -62,21 +61,20 @@ fn lists_are_separated_by_commas() {
 
 #[test]
 fn refuses_non_utf8_in_own_variables() {
-    let texts = |name: &str, value: &[u8]| {
-        load::texts([(name.into(), std::ffi::OsString::from_vec(value.to_vec()))].into_iter())
-    };
-    for name in ["ORDER_TIMEOUT__AMQP__URL", "ORDER_TIMEOUT_AMQP_URL"] {
-        let fault = texts(name, b"amqp://guest:p\xe4ss@host").unwrap_err().to_string();
-        let why = "its name or value is not UTF-8; in an address, write such a letter as %C3%A4";
-        assert_eq!(fault, format!("setting {name} (from the environment): {why}"));
-    }
-    assert!(texts("PS1", b"\xe4").unwrap().is_empty());
+    // As `environment` reads what is not UTF-8.
+    let not_utf8 = String::from_utf8_lossy(b"p\xe4ss");
+    let address = format!("amqp://guest:{not_utf8}@host");
+    let fault = load(&[("ORDER_TIMEOUT__AMQP__URL", &address)], &[]).unwrap_err();
+    let why = "is not UTF-8; in an address, write such a letter as %C3%A4";
+    assert_eq!(fault, format!("setting amqp.url (from the environment): {why}"));
+    let fault = load(&[("ORDER_TIMEOUT__NAMESPACE", &not_utf8)], &[]).unwrap_err();
+    assert!(fault.contains("namespace") && fault.contains(why), "{fault}");
+    assert!(load(&[("PS1", &not_utf8)], &[]).is_ok());
     // It may belong to the shop.
-    let unused = texts("DATABASE_URL", b"postgres://shop:p\xe4ss@host/shop").unwrap();
-    let settings = Settings::load_with_environment(None, unused, &[]).unwrap();
+    let address = format!("postgres://shop:{not_utf8}@host/shop");
+    let settings = load(&[("DATABASE_URL", &address)], &[]).unwrap();
     let fault = settings.validate_database().unwrap_err().to_string();
     assert!(fault.contains("database.url") && fault.contains("is not UTF-8") && !fault.contains("ss@host"), "{fault}");
-    assert_eq!(texts("ORDER_TIMEOUT__NAMESPACE", "caf\u{e9}".as_bytes()).unwrap().len(), 1);
 }
 
 #[test]
@@ -113,23 +111,6 @@ fn refuses_variables_that_lack_underscores() {
         "ORDER_TIMEOUT",
     ] {
         assert!(load(&[(name, "x")], &[]).is_ok(), "{name} is not ours");
-    }
-}
-
-#[test]
-fn renamed_setting_is_refused_with_new_name() {
-    let why = "it was renamed to worker.requeue_after; use that name";
-    let in_environment = load(&[("ORDER_TIMEOUT__WORKER__AWAY_PATIENCE", "5s")], &[]).unwrap_err();
-    assert_eq!(in_environment, format!("setting worker.away_patience (from the environment): {why}"));
-    let in_arguments = load(&[], &["worker.away_patience=5s"]).unwrap_err();
-    assert_eq!(in_arguments, format!("setting worker.away_patience (from --set): {why}"));
-    let in_file = load_file("[worker]\naway_patience = \"5s\"\n").unwrap_err();
-    assert!(in_file.starts_with("setting worker.away_patience (from ") && in_file.ends_with(why), "{in_file}");
-    let cut_short = load(&[("ORDER_TIMEOUT_WORKER_AWAY_PATIENCE", "5s")], &[]).unwrap_err();
-    assert!(cut_short.ends_with("did you mean ORDER_TIMEOUT__WORKER__REQUEUE_AFTER?"), "{cut_short}");
-    let known = load::every_key();
-    for (old, new) in load::RENAMED {
-        assert!(!known.iter().any(|key| key == old) && known.iter().any(|key| key == new), "{old}, {new}");
     }
 }
 
@@ -606,7 +587,7 @@ fn refuses_word_instead_of_list() {
 fn publisher_has_database_only_if_given() {
     let load = |environment: &[(&str, &str)]| {
         let environment = environment.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        Settings::load_with_any_database_and_environment(None, environment, &[]).unwrap().database
+        load::load(DatabaseUse::IfGiven, load::merge(None, environment, &[]).unwrap()).unwrap().database
     };
     assert!(!load(&[]).is_given());
     for other in ["mysql://shop:hunter2@h/shop", "", "postgres:///shop"] {

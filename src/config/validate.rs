@@ -10,6 +10,7 @@ use order_timeout_core::InvalidSetting;
 use order_timeout_core::address::PostgresAddress;
 use order_timeout_providers::webhook::validate_url;
 use secrecy::ExposeSecret;
+use sqlx::postgres::PgConnectOptions;
 
 use super::{
     AnnounceSettings, DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError, TracesSettings,
@@ -20,8 +21,8 @@ const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 const LONGEST_WEBHOOK: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// The fix for an address that is not UTF-8.
-pub(super) const NOT_UTF8: &str = "in an address, write such a letter as %C3%A4";
+/// Of a value that is not UTF-8.
+pub(super) const NOT_UTF8: &str = "is not UTF-8; in an address, write such a letter as %C3%A4";
 
 impl Settings {
     /// Every rule that spans more than one value's form.
@@ -52,23 +53,13 @@ impl Settings {
     pub fn validate_database(&self) -> Result<(), SettingsError> {
         let database = self.database.url.expose_secret();
         if database.contains(char::REPLACEMENT_CHARACTER) {
-            return Err(SettingsError::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
+            return Err(SettingsError::of("database.url", NOT_UTF8));
         }
-        if database.contains('#') {
-            let why = "contains a #, after which nothing is read; in a user name or password write it percent-encoded, as %23";
-            return Err(SettingsError::of("database.url", why));
+        database.parse::<PostgresAddress>().map_err(|fault| SettingsError::of_address("database.url", &fault))?;
+        if database.parse::<PgConnectOptions>().is_err() {
+            return Err(SettingsError::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")));
         }
-        let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
-        if is_postgres {
-            database.parse::<PostgresAddress>().map_err(|fault| SettingsError::of_address("database.url", &fault))?;
-        }
-        if is_postgres
-            && url::Url::parse(database).is_ok()
-            && database.parse::<sqlx::postgres::PgConnectOptions>().is_ok()
-        {
-            return self.database.validate_tls();
-        }
-        Err(SettingsError::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")))
+        self.database.validate_tls()
     }
 
     fn validate_timeouts(&self) -> Result<(), SettingsError> {
@@ -93,27 +84,14 @@ impl Settings {
     fn validate_worker(&self) -> Result<(), SettingsError> {
         let worker = &self.worker;
         self.delay.validate_hold(worker.hold_max)?;
-        for (key, value, most) in [
-            ("worker.shards", usize::from(worker.shards), usize::from(MAX_SHARDS)),
-            ("worker.prefetch", usize::from(worker.prefetch), usize::from(AMQP_MAX_PREFETCH)),
-            ("worker.schedule_prefetch", usize::from(worker.schedule_prefetch), usize::from(AMQP_MAX_PREFETCH)),
-            ("worker.batch_size", worker.batch_size, 10_000),
-            ("worker.closers", worker.closers, 32),
-            ("announce.batch_size", self.announce.batch_size, 10_000),
-        ] {
-            if !(1..=most).contains(&value) {
-                return Err(SettingsError::of(key, format!("{value} is not between 1 and {most}")));
-            }
-        }
-        let brake = &self.brake;
-        for (key, value, least, most) in [
-            ("brake.times_usual", brake.times_usual, 2, 1_000),
-            ("brake.always_allowed", brake.always_allowed, 1, u32::MAX),
-        ] {
-            if !(least..=most).contains(&value) {
-                return Err(SettingsError::of(key, format!("{value} is not between {least} and {most}")));
-            }
-        }
+        InvalidSetting::between("worker.shards", worker.shards, 1, MAX_SHARDS)?;
+        InvalidSetting::between("worker.prefetch", worker.prefetch, 1, AMQP_MAX_PREFETCH)?;
+        InvalidSetting::between("worker.schedule_prefetch", worker.schedule_prefetch, 1, AMQP_MAX_PREFETCH)?;
+        InvalidSetting::between("worker.batch_size", worker.batch_size, 1, 10_000)?;
+        InvalidSetting::between("worker.closers", worker.closers, 1, 32)?;
+        InvalidSetting::between("announce.batch_size", self.announce.batch_size, 1, 10_000)?;
+        InvalidSetting::between("brake.times_usual", self.brake.times_usual, 2, 1_000)?;
+        InvalidSetting::between("brake.always_allowed", self.brake.always_allowed, 1, u32::MAX)?;
         for (key, value, least, most) in [
             ("worker.linger", worker.linger, Duration::ZERO, Duration::from_secs(1)),
             ("worker.requeue_after", worker.requeue_after, Duration::from_millis(1), Duration::from_secs(3_600)),
@@ -196,9 +174,7 @@ impl Settings {
         InvalidSetting::within("retry.longest", retry.longest, Duration::from_millis(1), Duration::from_secs(60))?;
         InvalidSetting::within("retry.first", retry.first, Duration::from_millis(1), retry.longest)?;
         InvalidSetting::within("retry.missing_for", retry.missing_for, Duration::ZERO, 7 * DAY)?;
-        if retry.max_attempts > 1_000 {
-            return Err(SettingsError::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
-        }
+        InvalidSetting::between("retry.max_attempts", retry.max_attempts, 0, 1_000)?;
         Ok(self.delay.validate_longest_retry(retry.longest_wait())?)
     }
 }
@@ -238,7 +214,6 @@ impl DatabaseSettings {
     fn validate_tls(&self) -> Result<(), SettingsError> {
         let parameters = parameters_of(self.url.expose_secret());
         // The client library would ignore it, with a warning that shows its value.
-        let is_known = |key: &str| PG_PARAMETERS.contains(&key) || key.starts_with("options[");
         if let Some((unknown, _)) = parameters.iter().find(|(key, _)| !is_known(key)) {
             let why = format!("has the parameter {unknown:?}, which the client library does not know; leave it out");
             return Err(SettingsError::of("database.url", why));
@@ -283,28 +258,13 @@ impl OrdersSettings {
     }
 }
 
-/// The query parameters that sqlx knows (sqlx-postgres, `PgConnectOptions::parse_from_url`), TLS files with their
-/// aliases.
-const PG_PARAMETERS: [&str; 18] = [
-    "sslmode",
-    "ssl-mode",
-    "sslrootcert",
-    "ssl-root-cert",
-    "ssl-ca",
-    "sslcert",
-    "ssl-cert",
-    "sslkey",
-    "ssl-key",
-    "statement-cache-capacity",
-    "host",
-    "hostaddr",
-    "port",
-    "dbname",
-    "user",
-    "password",
-    "application_name",
-    "options",
-];
+/// Whether sqlx knows this parameter (sqlx-postgres, `PgConnectOptions::parse_from_url`).
+fn is_known(parameter: &str) -> bool {
+    let is_of_tls = PG_TLS_FILES.iter().any(|(_, names)| names.contains(&parameter)) || PG_SSLMODE.contains(&parameter);
+    let others = "host hostaddr port dbname user password application_name options statement-cache-capacity";
+    is_of_tls || others.split(' ').any(|known| known == parameter) || parameter.starts_with("options[")
+}
+
 const PG_SSLMODE: [&str; 2] = ["sslmode", "ssl-mode"];
 /// The setting, and the parameters with the same meaning.
 const PG_TLS_FILES: [(&str, [&str; 3]); 3] = [

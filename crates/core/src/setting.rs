@@ -24,6 +24,22 @@ impl InvalidSetting {
         Self { key: key.into(), why: why.to_string() }
     }
 
+    /// Checks that a number is within these bounds.
+    ///
+    /// # Errors
+    /// The setting is outside them; the sentence names both.
+    pub fn between<N: Copy + PartialOrd + std::fmt::Display>(
+        key: &str,
+        value: N,
+        least: N,
+        most: N,
+    ) -> Result<(), Self> {
+        if least <= value && value <= most {
+            return Ok(());
+        }
+        Err(Self::new(key, format!("{value} is not between {least} and {most}")))
+    }
+
     /// Checks that a duration is within these bounds.
     ///
     /// # Errors

@@ -342,15 +342,9 @@ impl LimitsSettings {
 
     fn validate(&self, section: &str) -> Result<(), InvalidSetting> {
         let key = |name: &str| format!("{section}.limits.{name}");
-        for (name, value, most) in [
-            ("concurrency", self.concurrency, 1_000),
-            ("requests_per_s", self.requests_per_s, 10_000),
-            ("failures_to_open", self.failures_to_open, 1_000),
-        ] {
-            if !(1..=most).contains(&value) {
-                return Err(InvalidSetting::new(key(name), format!("{value} is not between 1 and {most}")));
-            }
-        }
+        InvalidSetting::between(&key("concurrency"), self.concurrency, 1, 1_000)?;
+        InvalidSetting::between(&key("requests_per_s"), self.requests_per_s, 1, 10_000)?;
+        InvalidSetting::between(&key("failures_to_open"), self.failures_to_open, 1, 1_000)?;
         let least = Duration::from_millis(100);
         InvalidSetting::within(&key("timeout"), self.timeout, least, Duration::from_secs(300))?;
         InvalidSetting::within(&key("queue_timeout"), self.queue_timeout, least, Duration::from_secs(3_600))?;
