@@ -44,7 +44,6 @@ use crate::operations::forecast::ForecastError;
 use crate::operations::orders_statements;
 use crate::operations::pause_closing::PauseError;
 use crate::operations::pending::PendingError;
-use crate::operations::prune_slots::PruneError;
 use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
@@ -93,7 +92,6 @@ pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
             || pending.is_some_and(|fault| !matches!(fault, PendingError::Unknown(_)))
             || matches!(cause.downcast_ref(), Some(ForecastError::Reach(_)))
             || matches!(cause.downcast_ref(), Some(PauseError::UnknownKind(..)))
-            || matches!(cause.downcast_ref(), Some(PruneError::NoWheel))
             || matches!(cause.downcast_ref(), Some(ScheduleError::TooFar))
     })
 }
@@ -428,7 +426,7 @@ impl Command {
             Self::Close(args) => close::run(args, settings).await,
             Self::Pause(args) => pause::pause(&args, &settings).await,
             Self::Resume(args) => pause::resume(&args, &settings).await,
-            Self::Topology(args) => topology::run(args, settings).await,
+            Self::Topology(args) => Ok(topology::run(&args, settings)),
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Late(command) => late::run(command, settings).await,
             Self::Closing(command) => closing::run(command, settings).await,

@@ -21,7 +21,6 @@ pub mod parked;
 pub mod pause_closing;
 pub mod pending;
 pub mod preview;
-pub mod prune_slots;
 pub mod recent_closes;
 pub mod reminders;
 pub mod status;

@@ -333,9 +333,9 @@ fn every_command_and_argument_has_help() {
     let mut cli = Cli::command();
     cli.build();
     // The program, setup, worker, health, schedule, status, doctor, explain, pending, forecast, deadline, close, pause,
-    // resume, topology with prune, config, sql, adopt, completions, man, parked with its three, late with its
+    // resume, topology, config, sql, adopt, completions, man, parked with its three, late with its
     // two, closing with its three, provider with its one.
-    assert_eq!(check(&cli, &[]), 34);
+    assert_eq!(check(&cli, &[]), 33);
 }
 
 #[test]
@@ -665,7 +665,7 @@ fn usage_errors_exit_with_2() {
             (&[], &["forecast", "--next", "1s"], ""),
             (&[], &["health"], "http.listen"),
             (&["delay.strategy=database"], &["schedule", &id, "--in", "5m"], "no broker"),
-            (&["delay.strategy=database"], &["topology", "prune"], "no broker"),
+            (&["delay.strategy=database"], &["topology"], "no broker"),
             (&own, &["deadline", "--where", "true", "--in", "5m", "--why", "x"], "default orders table"),
             (&own, &["close", "--where", "true", "--why", "x"], "default orders table"),
             (&own, &["deadline", "1", "--in", "+5m"], "with a sign"),

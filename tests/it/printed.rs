@@ -102,7 +102,6 @@ fn shells_complete_subcommands_and_options() {
             (&["order-timeout", "pa"][..], "parked"),
             (&["order-timeout", "parked", ""], "retry"),
             (&["order-timeout", "parked", "retry", "--"], "--reason"),
-            (&["order-timeout", "topology", "prune", "--"], "--ring"),
             (&["order-timeout", "deadline", "--"], "--resume"),
         ] {
             // A shell that does not offer the word waits for it forever.

@@ -11,7 +11,6 @@ use order_timeout::effects::rearm::Rearmer;
 use order_timeout::effects::slots::SlotDeclarer;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
-use order_timeout_amqp::topology::prune;
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
 use order_timeout_core::delay::wheel::WheelPlacement;
@@ -138,26 +137,5 @@ fn silent_slot_delays_no_order() {
         env.assert_closed_by_alarms().await;
         probe.assert_on_time(&env).await;
         worker.stop().await;
-    });
-}
-
-#[test]
-fn prune_keeps_slot_without_leader() {
-    on_private_broker(async |env, broker| {
-        let worker = env.worker().await;
-        let order = env.order(Duration::from_secs(600)).await;
-        env.deliver(&[order]).await;
-        let filled = async || env.depths("wheel.").await.into_iter().find(|(_, depth)| *depth > 0);
-        wait_for("an alarm in its slot", async || filled().await.is_some()).await;
-        let (queue, _) = filled().await.unwrap();
-        worker.stop().await;
-
-        have_leader(&broker, &queue, Leader::Stopped).await;
-        let slots: Vec<_> = env.settings.slots().all().filter(|slot| slot.queue.name == queue).collect();
-        let pruned = prune(&env.names(), &slots, &env.broker).await;
-        let why = pruned.expect_err("it was not deleted").to_string();
-        assert!(why.contains(&queue), "{why}");
-        let there = ctl(&broker, &["list_queues", "name"]).await;
-        assert!(there.contains(&queue), "{there}");
     });
 }

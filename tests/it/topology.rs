@@ -10,7 +10,7 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::envelope::carbon_copy;
-use order_timeout_amqp::topology::{self, Argument, DUE_KEY, Queue, Slot, Slots, TopologyError};
+use order_timeout_amqp::topology::{self, Argument, DUE_KEY, Queue, Slot, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::{TestEnv, process, wait_for};
@@ -51,7 +51,7 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
     env.settings.topology().declare(&env.broker).await?;
     let slots: Vec<Slot> = env.settings.slots().all().collect();
-    topology::declare_slots(&env.names(), &slots, &env.broker).await.all()
+    topology::declare_slots(&env.names(), &slots, &env.broker).await.fault.map_or(Ok(()), Err)
 }
 
 /// Leaves a message in this queue.
@@ -323,46 +323,17 @@ fn setup_declares_few_queues() {
 }
 
 #[test]
-fn prune_deletes_only_empty_slots() {
+fn deleted_slot_is_declared_again() {
     TestEnv::builder().run(async |env| {
         env.declare_slots().await;
-        let kept = queues(&env, "wheel.5s-12.03").remove(0).name;
-        leave_a_message_in(&env, &kept).await;
-        let there = queues(&env, "wheel.").len();
-        let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune"]).await;
-        assert_eq!((code, stderr.as_str()), (0, ""));
-        assert!(
-            stdout.ends_with("23 empty queues, 1 with messages, nothing done; add --yes to delete the empty ones\n"),
-            "{stdout}"
-        );
-        assert_eq!(queues(&env, "wheel.").len(), there);
-        let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune", "--yes"]).await;
-        assert_eq!((code, stderr.as_str()), (0, ""));
-        assert!(stdout.contains(&format!("kept    {kept}: 1 messages")), "{stdout}");
-        assert!(stdout.ends_with("23 empty queues deleted, 1 with messages kept\n"), "{stdout}");
-        assert_eq!(env.depth(&kept).await, 1);
-        // The next alarm has its slot declared again.
+        for slot in queues(&env, "wheel.") {
+            delete_queue(&env, &slot.name).await;
+        }
         let worker = env.worker().await;
         let order = env.order(Duration::from_secs(8)).await;
         env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
         wait_for("the close", async || env.status(&order).await == "closed").await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
-    });
-}
-
-#[test]
-fn prune_takes_former_rings() {
-    TestEnv::builder().run(async |env| {
-        let former = RingSettings { unit: Duration::from_secs(7), slots: 6, early: None };
-        let slots: Vec<Slot> = Slots::of_ring(&env.names(), &former).collect();
-        topology::declare_slots(&env.names(), &slots, &env.broker).await.all().unwrap();
-        let (code, stdout, _) =
-            process::call_with(&env.settings, &["topology", "prune", "--ring", "7s-6", "--json", "--yes"]).await;
-        let pruned: serde_json::Value = serde_json::from_str(&stdout).unwrap();
-        assert_eq!((code, pruned["deleted"].as_array().unwrap().len()), (0, 6));
-        let (code, _, stderr) = process::call_with(&env.settings, &["topology", "prune", "--ring", "7s"]).await;
-        assert_eq!(code, 2);
-        assert!(stderr.contains("such as 5s-22"), "{stderr}");
     });
 }

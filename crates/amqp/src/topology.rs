@@ -3,15 +3,13 @@
 //! `definitions_file.rs` writes the rest as a RabbitMQ definitions file, `inspect.rs` checks for a worker whether they
 //! exist, and `publishing.rs` for a publisher.
 //!
-//! Never deletes an exchange or a queue, except for slots that an operator wants pruned (`prune.rs`): if one exists with
-//! other arguments, the error names it and says how to migrate. It removes only the bindings of another number of shards,
-//! which would deliver every alarm twice.
+//! Never deletes an exchange or a queue: if one exists with other arguments, the error names it and says how to migrate. It
+//! removes only the bindings of another number of shards, which would deliver every alarm twice.
 
 mod definitions_file;
 mod error;
 mod inspect;
 mod names;
-mod prune;
 mod publishing;
 mod slots;
 
@@ -25,14 +23,14 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, ExchangeKind};
 use order_timeout_core::delay::{KindLanes, Lane, Strategy};
 use order_timeout_core::kind::Kind;
+use serde::Serialize;
 
 use crate::connect::{reply, reply_code};
 
 pub use error::TopologyError;
 use error::{Object, explain};
-pub use inspect::{Comparison, Head, PROBE_TYPE, SeenQueue, find_queue, peek};
+pub use inspect::{Comparison, Head, PROBE_TYPE, SeenQueue, peek};
 pub use names::{DUE_KEY, Names, in_shell};
-pub use prune::{Pruned, prunable, prune};
 pub use publishing::require_alarm_exchanges;
 pub use slots::{Declared, Slot, Slots, declare_slots};
 
@@ -42,7 +40,8 @@ const SHARD_WEIGHT: &str = "1";
 const PARKED_KEY: &str = "parked";
 
 /// A queue's argument.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
 pub enum Argument {
     /// Sent as an AMQP long string.
     Text(String),

@@ -19,7 +19,7 @@ impl Topology {
     #[must_use]
     pub fn definitions(&self, vhost: &str) -> Value {
         let namespace = self.names.namespace();
-        let object = |name: &str, arguments: &BTreeMap<&'static str, Argument>| json!({ "name": name, "vhost": vhost, "durable": true, "auto_delete": false, "arguments": arguments_json(arguments) });
+        let object = |name: &str, arguments: &BTreeMap<&'static str, Argument>| json!({ "name": name, "vhost": vhost, "durable": true, "auto_delete": false, "arguments": arguments });
         let exchanges = self.exchanges.iter().map(|exchange| {
             let mut value = object(&exchange.name, &exchange.arguments);
             value["type"] = json!(exchange.kind);
@@ -63,15 +63,4 @@ impl Topology {
 
 fn user(name: &str, password_hash: &str) -> Value {
     json!({ "name": name, "password_hash": password_hash, "hashing_algorithm": "rabbit_password_hashing_sha256", "tags": [] })
-}
-
-fn arguments_json(arguments: &BTreeMap<&'static str, Argument>) -> Value {
-    let pairs = arguments.iter().map(|(key, value)| {
-        let value = match value {
-            Argument::Text(text) => json!(text),
-            Argument::Number(number) => json!(number),
-        };
-        ((*key).to_owned(), value)
-    });
-    Value::Object(pairs.collect())
 }

@@ -49,12 +49,11 @@ pub struct Head {
 /// # Errors
 /// [`TopologyError::Failed`] if the broker does not answer, or the user may not read the queue.
 pub async fn peek(connection: &Connection, queue: &str) -> Result<Option<Head>, TopologyError> {
-    within_time(async {
+    look(connection, |channel: Channel| async move {
         let failed = |error: lapin::Error| TopologyError::Failed {
             object: format!("the first message of {queue:?}"),
             why: error.to_string(),
         };
-        let channel = open_channel(connection).await?;
         let Some(message) = channel.basic_get(queue.into(), BasicGetOptions::default()).await.map_err(failed)? else {
             return Ok(None);
         };
@@ -63,7 +62,6 @@ pub async fn peek(connection: &Connection, queue: &str) -> Result<Option<Head>, 
         let head = Head { has_expiration: properties.expiration().is_some(), app_id };
         // Not reject, which RabbitMQ 4.3 counts toward the delivery limit.
         message.delivery.acker.nack(BasicNackOptions { multiple: false, requeue: true }).await.map_err(failed)?;
-        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
         Ok(Some(head))
     })
     .await
@@ -87,8 +85,12 @@ impl Topology {
         within_time(async {
             let mut comparison = Comparison::default();
             for exchange in &self.exchanges {
-                let compared = Request::CompareExchange(self, exchange).on_own_channel(connection).await?;
-                comparison.faults.extend(compared.err());
+                let compare = |channel: Channel| async move {
+                    let there = look_at_exchange(&channel, exchange).await;
+                    there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
+                    self.declare_exchange(&channel, exchange).await
+                };
+                comparison.faults.extend(on_own_channel(connection, &exchange.name, compare).await?.err());
             }
             for queue in &self.queues {
                 comparison.compare(connection, &self.names, queue).await?;
@@ -149,14 +151,12 @@ impl Topology {
     /// [`TopologyError::Missing`] names the first that does not exist; [`TopologyError::Failed`] if the broker does not
     /// answer.
     pub async fn count_processing(&self, connection: &Connection) -> Result<Vec<SeenQueue>, TopologyError> {
-        within_time(async {
-            let channel = open_channel(connection).await?;
+        look(connection, |channel: Channel| async move {
             let looks = join_all(self.processing.iter().map(|name| look_at_queue(&channel, name)));
             let mut queues = Vec::new();
             for (name, there) in self.processing.iter().zip(looks.await) {
                 queues.push(there.map_err(|error| self.explain(Object::Queue(name), &error))?);
             }
-            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
             Ok(queues)
         })
         .await
@@ -169,8 +169,7 @@ impl Topology {
     /// [`TopologyError::Refused`] if the user may not publish to one of them; [`TopologyError::Failed`] if the broker does
     /// not answer within 10 seconds.
     pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyError> {
-        within_time(async {
-            let channel = open_channel(connection).await?;
+        look(connection, |channel: Channel| async move {
             let failed =
                 |error: lapin::Error| TopologyError::Failed { object: "a probe".into(), why: error.to_string() };
             channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(failed)?;
@@ -180,7 +179,6 @@ impl Topology {
                     return Ok(Some(exchange.name.clone()));
                 }
             }
-            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
             Ok(None)
         })
         .await
@@ -191,14 +189,12 @@ impl Topology {
     /// # Errors
     /// [`TopologyError`] says why not.
     pub async fn require_room(&self, connection: &Connection) -> Result<(), TopologyError> {
-        within_time(async {
+        look(connection, |channel: Channel| async move {
             let name = format!("{}.room.{}", self.names.namespace(), Uuid::now_v7());
-            let channel = open_channel(connection).await?;
             let options = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
             let declared = channel.queue_declare(name.as_str().into(), options, FieldTable::default()).await;
             declared.map_err(|error| self.explain(Object::Queue("a slot of the wheel"), &error))?;
             let _gone = channel.queue_delete(name.as_str().into(), QueueDeleteOptions::default()).await;
-            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
             Ok(())
         })
         .await
@@ -233,15 +229,17 @@ impl Topology {
 
 impl Comparison {
     async fn compare(&mut self, connection: &Connection, names: &Names, queue: &Queue) -> Result<(), TopologyError> {
-        match Request::LookAtQueue(names, queue).on_own_channel(connection).await? {
-            Ok(seen) => self.queues.extend(seen),
+        let explain = |error: lapin::Error| explain(names, Object::Queue(&queue.name), &error);
+        let look = |channel: Channel| async move { look_at_queue(&channel, &queue.name).await.map_err(explain) };
+        match on_own_channel(connection, &queue.name, look).await? {
+            Ok(seen) => self.queues.push(seen),
             Err(missing) => {
                 self.faults.push(missing);
                 return Ok(());
             }
         }
-        let declared = Request::DeclareQueue(names, queue).on_own_channel(connection).await?;
-        self.faults.extend(declared.err());
+        let declare = |channel: Channel| async move { declare_queue(&channel, queue, false).await.map_err(explain) };
+        self.faults.extend(on_own_channel(connection, &queue.name, declare).await?.err());
         Ok(())
     }
 }
@@ -265,90 +263,42 @@ impl Slots {
     }
 }
 
-/// A request of a comparison. A refusal closes its channel.
-#[derive(Clone, Copy)]
-enum Request<'a> {
-    CompareExchange(&'a Topology, &'a Exchange),
-    LookAtQueue(&'a Names, &'a Queue),
-    DeclareQueue(&'a Names, &'a Queue),
-}
-
-impl Request<'_> {
-    fn name(self) -> String {
-        match self {
-            Self::CompareExchange(_, exchange) => exchange.name.clone(),
-            Self::LookAtQueue(_, queue) | Self::DeclareQueue(_, queue) => queue.name.clone(),
-        }
-    }
-
-    async fn send(self, channel: &Channel) -> Result<Option<SeenQueue>, TopologyError> {
-        match self {
-            Self::CompareExchange(topology, exchange) => {
-                let there = look_at_exchange(channel, exchange).await;
-                there.map_err(|error| topology.explain(Object::Exchange(&exchange.name), &error))?;
-                topology.declare_exchange(channel, exchange).await.map(|()| None)
-            }
-            Self::LookAtQueue(names, queue) => {
-                let seen = look_at_queue(channel, &queue.name).await;
-                seen.map(Some).map_err(|error| explain(names, Object::Queue(&queue.name), &error))
-            }
-            Self::DeclareQueue(names, queue) => {
-                let declared = declare_queue(channel, queue, false).await;
-                declared.map(|()| None).map_err(|error| explain(names, Object::Queue(&queue.name), &error))
-            }
-        }
-    }
-
-    async fn on_own_channel(
-        self,
-        connection: &Connection,
-    ) -> Result<Result<Option<SeenQueue>, TopologyError>, TopologyError> {
-        let of_this_one = format!("'{}'", self.name());
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            let channel = open_channel(connection).await?;
-            match self.send(&channel).await {
-                Ok(done) => {
-                    let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
-                    return Ok(Ok(done));
-                }
-                // The end of an earlier channel, as in `find_queue`.
-                Err(fault) if tries < MOST_TRIES && !fault.to_string().contains(&of_this_one) => {}
-                Err(fault @ TopologyError::Failed { .. }) => return Err(fault),
-                Err(fault) => return Ok(Err(fault)),
-            }
-        }
-    }
-}
-
-/// What the broker reports about one queue; `None` if there is none of this name.
-///
-/// # Errors
-/// lapin's, except for the reply that there is none.
-pub async fn find_queue(connection: &Connection, name: &str) -> lapin::Result<Option<SeenQueue>> {
+/// Sends a request about the object of this name on a channel of its own, because a refusal closes it.
+async fn on_own_channel<T, F: Future<Output = Result<T, TopologyError>>>(
+    connection: &Connection,
+    name: &str,
+    send: impl Fn(Channel) -> F,
+) -> Result<Result<T, TopologyError>, TopologyError> {
     let of_this_one = format!("'{name}'");
     let mut tries = 0;
     loop {
         tries += 1;
-        match look_on_own_channel(connection, name).await {
-            Ok(seen) => return Ok(Some(seen)),
-            Err(error) => match reply(&error) {
-                Some((reply_code::NOT_FOUND, text)) if text.contains(&of_this_one) => return Ok(None),
-                // The end of an earlier channel: the client may report it to the next one, which has the same number.
-                Some((reply_code::NOT_FOUND, _)) if tries < MOST_TRIES => {}
-                _ => return Err(error),
-            },
+        let channel = open_channel(connection).await?;
+        match send(channel.clone()).await {
+            Ok(done) => {
+                let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+                return Ok(Ok(done));
+            }
+            // The end of an earlier channel: the client may report it to the next one, which has the same number.
+            Err(fault) if tries < MOST_TRIES && !fault.to_string().contains(&of_this_one) => {}
+            Err(fault @ TopologyError::Failed { .. }) => return Err(fault),
+            Err(fault) => return Ok(Err(fault)),
         }
     }
 }
 
-/// On a channel of its own, because the reply that a queue is missing closes it.
-async fn look_on_own_channel(connection: &Connection, name: &str) -> lapin::Result<SeenQueue> {
-    let channel = connection.create_channel().await?;
-    let seen = look_at_queue(&channel, name).await?;
-    let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
-    Ok(seen)
+/// Looks on a new channel, within 10 seconds.
+async fn look<T, F: Future<Output = Result<T, TopologyError>>>(
+    connection: &Connection,
+    looking: impl FnOnce(Channel) -> F,
+) -> Result<T, TopologyError> {
+    within_time(async {
+        let channel = open_channel(connection).await?;
+        let seen = looking(channel.clone()).await?;
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+        Ok(seen)
+    })
+    .await
 }
 
 async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyError>>) -> Result<T, TopologyError> {

@@ -3,11 +3,9 @@
 //! A worker declares a slot when the first message needs it, so that a deployment has only the queues that its delays
 //! use. Deletes nothing.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use lapin::{Channel, Connection};
-use order_timeout_core::delay::RingSettings;
 use order_timeout_core::delay::wheel::Wheel;
 
 use super::{
@@ -52,17 +50,6 @@ impl Slots {
         rings.flat_map(|ring| (0..ring.slots).filter_map(|slot| self.find(&ring.name, slot)))
     }
 
-    /// Every slot of a ring that need not be in a wheel, to delete them: which ring is next in its wheel is not known, so
-    /// the arguments are not those to declare it with.
-    pub fn of_ring(names: &Names, ring: &RingSettings) -> impl Iterator<Item = Slot> + use<> {
-        let (names, name) = (names.clone(), ring.name());
-        (0..ring.slots).map(move |slot| {
-            let queue = Queue { name: names.slot_queue(&name, slot), arguments: BTreeMap::new() };
-            let binding = to_queue(names.wheel(), queue.name.clone(), &Names::slot_key(&name, slot));
-            Slot { queue, binding }
-        })
-    }
-
     /// The slot of this number in the ring of this name; `None` if the wheel has none.
     #[must_use]
     pub fn find(&self, ring: &str, slot: u16) -> Option<Slot> {
@@ -86,14 +73,6 @@ pub struct Declared {
     pub queues: Vec<String>,
     /// The first slot that failed.
     pub fault: Option<TopologyError>,
-}
-
-impl Declared {
-    /// # Errors
-    /// The first fault.
-    pub fn all(self) -> Result<(), TopologyError> {
-        self.fault.map_or(Ok(()), Err)
-    }
 }
 
 /// Declares these slots and their bindings, within 10 seconds. Idempotent. A slot that the broker refuses does not keep

@@ -16,7 +16,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 pub use lanes::{KindLanes, Lanes};
-pub use settings::{DelaySettings, Lane, LaneError, RingNameError, RingSettings, duration_name};
+pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
 
 /// How an alarm is delayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]

@@ -65,24 +65,6 @@ impl RingSettings {
     }
 }
 
-/// Why a text names no ring.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} names no ring; write its unit and its number of slots, such as 5s-22")]
-pub struct RingNameError(String);
-
-impl FromStr for RingSettings {
-    type Err = RingNameError;
-
-    /// Reads a ring's name, which does not say its `early`.
-    fn from_str(name: &str) -> Result<Self, RingNameError> {
-        let parts = name.split_once('-').and_then(|(unit, slots)| {
-            let (unit, slots) = (duration::parse(unit).ok()?, slots.parse().ok().filter(|slots| *slots > 0)?);
-            Some(Self { unit, slots, early: None })
-        });
-        parts.ok_or_else(|| RingNameError(name.to_owned()))
-    }
-}
-
 /// A standard delay: its length, and its name in queue names and routing keys (`30m`).
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
