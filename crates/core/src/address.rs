@@ -6,9 +6,12 @@
 //! Pure. No default replaces an unreadable part, and no error repeats a part of an address: it may be a piece of a
 //! password.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
+
+use percent_encoding::percent_decode_str;
 
 /// Why an address is refused: the rest of a sentence that begins with the setting's name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -152,12 +155,7 @@ impl FromStr for PostgresAddress {
         let Some(rest) = rest else { return refuse("is not a Postgres address") };
         let parts = Parts::of(rest)?;
         for (name, value) in &parts.parameters {
-            refuse_what_a_setting_governs(name)?;
-            if name == "options" {
-                server_settings(value).try_for_each(|name| refuse_what_a_setting_governs(&name))?;
-            } else if let Some(server_setting) = name.strip_prefix("options[") {
-                refuse_what_a_setting_governs(server_setting.trim_end_matches(']'))?;
-            }
+            refuse_what_a_setting_governs(name, value)?;
         }
         let port = match (parts.port, parts.parameter("port")) {
             (Some(_), Some(_)) => return refuse("gives its port twice; leave the parameter port out"),
@@ -207,16 +205,15 @@ impl Host {
         }
         // The system's resolver would read 10.1 as 10.0.0.1 and 2130706433 as 127.0.0.1.
         let last = text.trim_end_matches('.').rsplit('.').next().unwrap_or_default();
-        let digits = last.strip_prefix("0x").unwrap_or(last);
-        if digits.bytes().all(|byte| byte.is_ascii_digit()) || (digits != last && is_hexadecimal(digits)) {
+        let (digits, is_digit): (&str, fn(&u8) -> bool) = match last.strip_prefix("0x") {
+            Some(digits) => (digits, u8::is_ascii_hexdigit),
+            None => (last, u8::is_ascii_digit),
+        };
+        if digits.as_bytes().iter().all(is_digit) {
             return refuse("has a number as its host; write an IPv4 address with four numbers from 0 to 255");
         }
         Ok(Self::Name(text.to_owned()))
     }
-}
-
-fn is_hexadecimal(text: &str) -> bool {
-    text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// The parts of an address, decoded.
@@ -334,21 +331,12 @@ fn parameters(query: &str) -> Result<Vec<(String, String)>, AddressError> {
 }
 
 fn decoded(text: &str) -> Result<String, AddressError> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, behind @ ..] = rest {
-        rest = behind;
-        if *first != b'%' {
-            bytes.push(*first);
-            continue;
-        }
-        let [high, low, behind @ ..] = behind else { return refuse(BARE_PERCENT) };
-        let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-        let (Some(high), Some(low)) = (digit(*high), digit(*low)) else { return refuse(BARE_PERCENT) };
-        bytes.push(high << 4 | low);
-        rest = behind;
+    let is_escape = |behind: &str| behind.len() >= 2 && behind.bytes().take(2).all(|byte| byte.is_ascii_hexdigit());
+    if !text.split('%').skip(1).all(is_escape) {
+        return refuse(BARE_PERCENT);
     }
-    String::from_utf8(bytes).or_else(|_| refuse("has percent-encoded bytes that are not UTF-8; write ä as %C3%A4"))
+    let decoded = percent_decode_str(text).decode_utf8().map(Cow::into_owned);
+    decoded.or_else(|_| refuse("has percent-encoded bytes that are not UTF-8; write ä as %C3%A4"))
 }
 
 const BARE_PERCENT: &str = "has a % that is not followed by two hexadecimal digits; write a percent sign as %25";
@@ -383,41 +371,24 @@ fn shown(name: &str) -> &str {
     if is_a_name(name) { name } else { "with an invalid name" }
 }
 
-/// Names of server settings are case-insensitive, and may have `-` for `_` after `--` (PostgreSQL source, `guc.c`).
-fn refuse_what_a_setting_governs(name: &str) -> Result<(), AddressError> {
-    let name = name.to_ascii_lowercase().replace('-', "_");
-    match POSTGRES_INSTEAD.iter().any(|(governed, _)| *governed == name) {
-        true => Err(not_a_parameter(&name, &POSTGRES_INSTEAD)),
-        false => Ok(()),
-    }
+/// As Postgres compares names of server settings: they are case-insensitive, and may have `-` for `_` after `--`; in
+/// `options`, `\` is the escape character (PostgreSQL source, `guc.c` and `pg_split_opts`).
+fn folded(text: &str) -> String {
+    text.to_ascii_lowercase().replace('-', "_").replace('\\', "")
 }
 
-/// The names of the server settings in `options`: `-c name=value`, `-cname=value` or `--name=value`, separated by
-/// spaces, with `\` as the escape character (PostgreSQL source, `pg_split_opts`).
-fn server_settings(options: &str) -> impl Iterator<Item = String> {
-    let mut words = vec![String::new()];
-    let mut characters = options.chars();
-    while let Some(character) = characters.next() {
-        match character {
-            '\\' => words.last_mut().expect("never empty").extend(characters.next()),
-            character if character.is_ascii_whitespace() => words.push(String::new()),
-            character => words.last_mut().expect("never empty").push(character),
-        }
+/// Refuses a server setting that a setting of ours governs, as a parameter, in `options[name]`, or set in `options`.
+fn refuse_what_a_setting_governs(name: &str, value: &str) -> Result<(), AddressError> {
+    let (name, value) = (folded(name), folded(value));
+    let is_governed = |governed: &str| {
+        name == governed
+            || name == format!("options[{governed}]")
+            || (name == "options" && value.contains(&format!("{governed}=")))
+    };
+    match POSTGRES_INSTEAD.iter().find(|(governed, _)| is_governed(governed)) {
+        Some((governed, _)) => Err(not_a_parameter(governed, &POSTGRES_INSTEAD)),
+        None => Ok(()),
     }
-    words.retain(|word| !word.is_empty());
-    let mut is_value_of_c = false;
-    words.into_iter().filter_map(move |word| {
-        let setting = match word.strip_prefix("--").or_else(|| word.strip_prefix("-c")) {
-            _ if std::mem::take(&mut is_value_of_c) => word.as_str(),
-            Some("") => {
-                is_value_of_c = true;
-                return None;
-            }
-            Some(setting) => setting,
-            None => return None,
-        };
-        Some(split_at_first(setting, '=').0.to_owned())
-    })
 }
 
 fn postgres_server(parts: &Parts) -> Result<PostgresServer, AddressError> {
