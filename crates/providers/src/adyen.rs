@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::call_error::CallError;
 use crate::client::{Client, Outgoing, accept_json, json_body, secret_header};
-use crate::protocol::{Protocol, path_segment};
+use crate::protocol::{Protocol, path_segment, require_reference};
 use crate::settings::AdyenSettings;
 use crate::table::{
     ASK, BOTH, CANCEL, Call, Field, Is, Meaning, NotKnown, Row, Said, Table, Verdict, decide, field, text,
@@ -91,11 +91,7 @@ impl Protocol for Adyen {
         let (section, status) = (self.client.section(), reply.status);
         let body = reply.json(section)?;
         if status == 200 {
-            match body["id"].as_str() {
-                Some(id) if id == attempt.reference => {}
-                Some(_) => return Err(CallError::OtherPayment),
-                None => return Err(CallError::Unreadable { status }),
-            }
+            require_reference(&body["id"], &attempt.reference, status)?;
         }
         let said = Said { call, resource: "", http_status: status, body: &body };
         decide(&TABLE, said, section, || paid(&body).map(Some).ok_or(CallError::Unreadable { status }))

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::call_error::CallError;
 use crate::client::{Client, Outgoing, Reply, accept_json, json_body, secret_header};
-use crate::protocol::Protocol;
+use crate::protocol::{Protocol, require_reference};
 use crate::settings::HttpSettings;
 use crate::table::{BOTH, Call, Meaning, NotKnown, Row, Said, Table, Verdict, decide, text};
 use crate::{local_clock, money, secret_file};
@@ -91,11 +91,7 @@ impl Http {
         let said = Said { call, resource: "", http_status: reply.status, body: &body };
         let unreadable = CallError::Unreadable { status: reply.status };
         if reply.status == 200 {
-            match body["reference"].as_str() {
-                Some(reference) if reference == attempt.reference => {}
-                Some(_) => return Err(CallError::OtherPayment),
-                None => return Err(unreadable),
-            }
+            require_reference(&body["reference"], &attempt.reference, reply.status)?;
         }
         decide(&TABLE, said, self.client.section(), || paid(&body).map(Some).ok_or(unreadable))
     }

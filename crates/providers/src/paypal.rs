@@ -19,7 +19,7 @@ use tokio::sync::Mutex;
 
 use crate::call_error::CallError;
 use crate::client::{Client, Outgoing, accept_json, form_body, json_body, secret_header};
-use crate::protocol::{Protocol, path_segment};
+use crate::protocol::{Protocol, path_segment, require_reference};
 use crate::settings::PaypalSettings;
 use crate::table::{
     ASK, BOTH, CANCEL, Call, Field, Is, Meaning, NotKnown, Row, Said, Table, Verdict, decide, field, text,
@@ -235,11 +235,7 @@ impl Paypal {
         if status != 200 {
             return Ok((status, order));
         }
-        match order["id"].as_str() {
-            Some(id) if id == reference => {}
-            Some(_) => return Err(CallError::OtherPayment),
-            None => return Err(CallError::Unreadable { status }),
-        }
+        require_reference(&order["id"], reference, status)?;
         let count = |pointer| order.pointer(pointer).and_then(Value::as_array).map_or(0, Vec::len);
         let payments = ["/purchase_units/0/payments/captures", "/purchase_units/0/payments/authorizations"];
         if count("/purchase_units") > 1 || payments.into_iter().any(|pointer| count(pointer) > 1) {

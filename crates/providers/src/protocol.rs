@@ -6,6 +6,7 @@ use std::future::Future;
 
 use order_timeout_core::payment::{Answer, Attempt};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use serde_json::Value;
 
 use crate::call_error::CallError;
 use crate::table::{Call, Verdict};
@@ -27,6 +28,18 @@ pub(crate) async fn answer<P: Protocol>(protocol: &P, call: Call, attempt: &Atte
             Verdict::Answer(answer) => Ok(answer),
             Verdict::AskAgain => Err(CallError::Undecided("its answer to a question says only that it was refused")),
         },
+    }
+}
+
+/// Checks that an answer is about the payment that was asked for. `named`: the reference in it.
+///
+/// # Errors
+/// [`CallError`] if it is about another one, or names none.
+pub(crate) fn require_reference(named: &Value, reference: &str, status: u16) -> Result<(), CallError> {
+    match named.as_str() {
+        Some(named) if named == reference => Ok(()),
+        Some(_) => Err(CallError::OtherPayment),
+        None => Err(CallError::Unreadable { status }),
     }
 }
 

@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use crate::call_error::CallError;
 use crate::client::{Client, Outgoing, Reply, accept_json, form_body, secret_header};
-use crate::protocol::{Protocol, path_segment};
+use crate::protocol::{Protocol, path_segment, require_reference};
 use crate::settings::StripeSettings;
 use crate::table::{
     ASK, BOTH, CANCEL, Call, Field, Is, Meaning, NotKnown, Row, Said, Table, Verdict, decide, field, text,
@@ -263,11 +263,7 @@ impl Stripe {
         let (section, status) = (self.client.section(), reply.status);
         let mut body = reply.json(section)?;
         if status == 200 {
-            match body["id"].as_str() {
-                Some(id) if id == reference => {}
-                Some(_) => return Err(CallError::OtherPayment),
-                None => return Err(CallError::Unreadable { status }),
-            }
+            require_reference(&body["id"], reference, status)?;
             body["partly_funded"] = resource.is_partly_funded(&body).into();
         }
         let said = Said { call, resource: resource.name(), http_status: status, body: &body };

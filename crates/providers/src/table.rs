@@ -1,9 +1,8 @@
-//! The documented answers of a provider, as data: the code decides by these rows, the tests play each of them, and
-//! `docs/PROVIDERS.md` shows them.
+//! The documented answers of a provider, as data: the code decides by these rows, the tests play each of them, and write them
+//! into `docs/PROVIDERS.md`.
 //!
 //! Does no I/O. An answer without a row is an error, never a guess.
 
-use std::fmt::{self, Write as _};
 use std::time::Duration;
 
 use order_timeout_core::payment::{Answer, Money};
@@ -238,106 +237,6 @@ impl Field {
             (Is::Given, value) => value.is_some(),
             (Is::Text(_) | Is::True | Is::Positive | Is::Zero, None) => false,
         }
-    }
-}
-
-impl fmt::Display for Field {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = name(self.pointer);
-        match self.is {
-            Is::Text(text) => write!(f, "`{name}` `{text}`"),
-            Is::True => write!(f, "`{name}` `true`"),
-            Is::Positive => write!(f, "`{name}` above 0"),
-            Is::Zero => write!(f, "`{name}` 0"),
-            Is::Missing => write!(f, "no `{name}`"),
-            Is::Given => write!(f, "a `{name}`"),
-        }
-    }
-}
-
-impl fmt::Display for Meaning {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Paid => f.write_str("paid"),
-            Self::Open => f.write_str("open"),
-            Self::InProgress => f.write_str("in progress"),
-            Self::Pending => f.write_str("pending"),
-            Self::Closed => f.write_str("closed"),
-            Self::Refunded => f.write_str("refunded"),
-            Self::NotKnown => f.write_str("not known"),
-            Self::Unknown(why) => write!(f, "unknown: {why}"),
-            Self::AskAgain => f.write_str("what `ask` then says"),
-        }
-    }
-}
-
-impl fmt::Display for NotKnown {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotBegun => f.write_str("absent"),
-            Self::OtherAccount => f.write_str("unknown: a key of another mode or account"),
-            Self::Forgotten { after } => write!(
-                f,
-                "closed, if the attempt is more than {} hours old; before that unknown: a key of another account",
-                after.as_secs() / 3_600
-            ),
-        }
-    }
-}
-
-/// A table as Markdown, for the documents. Neighbouring rows that differ in one text alone are one line.
-#[must_use]
-pub fn markdown(table: &Table) -> String {
-    let mut text = String::from("| call | HTTP | answer | means | source |\n| --- | --- | --- | --- | --- |\n");
-    let mut rows = table.rows;
-    while let [row, others @ ..] = rows {
-        let call = match row.calls {
-            [Call::Ask] => "ask",
-            [Call::Cancel] => "cancel",
-            _ => "both",
-        };
-        let mut fields: Vec<_> = row.fields.iter().map(Field::to_string).collect();
-        rows = add_alike(&mut fields, row, others);
-        let said = match (row.resource, fields.is_empty()) {
-            (resource, true) => resource.to_owned(),
-            ("", false) => fields.join(", "),
-            (resource, false) => format!("{resource}: {}", fields.join(", ")),
-        };
-        let Row { http_status, meaning, source, .. } = row;
-        let meaning = match meaning {
-            Meaning::NotKnown => table.not_known.to_string(),
-            meaning => meaning.to_string(),
-        };
-        let _ = writeln!(text, "| {call} | {http_status} | {said} | {meaning} | {source} |");
-    }
-    text
-}
-
-/// Adds the texts in which the next rows alone differ from this one, and returns the rows after those.
-fn add_alike<'a>(fields: &mut [String], row: &Row, others: &'a [Row]) -> &'a [Row] {
-    let Some(varying) = others.first().and_then(|other| varying_text(row, other)) else { return others };
-    let alike = others.iter().take_while(|other| varying_text(row, other) == Some(varying)).count();
-    let (alike, rest) = others.split_at(alike);
-    for other in alike {
-        if let Is::Text(value) = other.fields[varying].is {
-            let _ = write!(fields[varying], " or `{value}`");
-        }
-    }
-    rest
-}
-
-/// The index of the field in whose text alone the rows differ.
-fn varying_text(one: &Row, other: &Row) -> Option<usize> {
-    if one.fields.len() != other.fields.len() || *one != (Row { fields: one.fields, ..*other }) {
-        return None;
-    }
-    let mut varying = (0..one.fields.len()).filter(|&index| one.fields[index] != other.fields[index]);
-    let index = varying.next().filter(|_| varying.next().is_none())?;
-    match (one.fields[index], other.fields[index]) {
-        (Field { pointer, is: Is::Text(_) }, Field { pointer: same, is: Is::Text(_) }) if pointer == same => {
-            Some(index)
-        }
-        _ => None,
     }
 }
 

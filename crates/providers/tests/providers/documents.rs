@@ -1,9 +1,10 @@
 //! The documents say what the code does: the tables of `docs/PROVIDERS.md` are those that the code decides by, and the
 //! contract for payment services has the same states.
 
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use order_timeout_providers::table::{Is, markdown};
+use order_timeout_providers::table::{Call, Field, Is, Meaning, NotKnown, Row, Table};
 use order_timeout_providers::tables;
 
 pub fn root() -> PathBuf {
@@ -44,5 +45,91 @@ fn contract_has_states_of_table() {
     assert_eq!(listed, states.collect::<Vec<_>>());
     for name in ["Order-Timeout-Timestamp", "Order-Timeout-Signature", "/ask:", "/cancel:", "openapi: 3.1"] {
         assert!(contract.contains(name), "{name}");
+    }
+}
+
+/// A table as Markdown. Neighbouring rows that differ in one text alone are one line.
+fn markdown(table: &Table) -> String {
+    let mut text = String::from("| call | HTTP | answer | means | source |\n| --- | --- | --- | --- | --- |\n");
+    let mut rows = table.rows;
+    while let [row, others @ ..] = rows {
+        let call = match row.calls {
+            [Call::Ask] => "ask",
+            [Call::Cancel] => "cancel",
+            _ => "both",
+        };
+        let mut fields: Vec<_> = row.fields.iter().map(shown_field).collect();
+        rows = add_alike(&mut fields, row, others);
+        let said = match (row.resource, fields.is_empty()) {
+            (resource, true) => resource.to_owned(),
+            ("", false) => fields.join(", "),
+            (resource, false) => format!("{resource}: {}", fields.join(", ")),
+        };
+        let Row { http_status, source, .. } = row;
+        let meaning = shown_meaning(row.meaning, table.not_known);
+        writeln!(text, "| {call} | {http_status} | {said} | {meaning} | {source} |").unwrap();
+    }
+    text
+}
+
+fn shown_field(field: &Field) -> String {
+    // `/latest_charge/amount_refunded` as `latest_charge.amount_refunded`.
+    let name = field.pointer.trim_start_matches('/').replace('/', ".");
+    match field.is {
+        Is::Text(text) => format!("`{name}` `{text}`"),
+        Is::True => format!("`{name}` `true`"),
+        Is::Positive => format!("`{name}` above 0"),
+        Is::Zero => format!("`{name}` 0"),
+        Is::Missing => format!("no `{name}`"),
+        Is::Given => format!("a `{name}`"),
+    }
+}
+
+fn shown_meaning(meaning: Meaning, not_known: NotKnown) -> String {
+    match meaning {
+        Meaning::Paid => "paid".into(),
+        Meaning::Open => "open".into(),
+        Meaning::InProgress => "in progress".into(),
+        Meaning::Pending => "pending".into(),
+        Meaning::Closed => "closed".into(),
+        Meaning::Refunded => "refunded".into(),
+        Meaning::NotKnown => match not_known {
+            NotKnown::NotBegun => "absent".into(),
+            NotKnown::OtherAccount => "unknown: a key of another mode or account".into(),
+            NotKnown::Forgotten { after } => format!(
+                "closed, if the attempt is more than {} hours old; before that unknown: a key of another account",
+                after.as_secs() / 3_600
+            ),
+        },
+        Meaning::Unknown(why) => format!("unknown: {why}"),
+        Meaning::AskAgain => "what `ask` then says".into(),
+    }
+}
+
+/// Adds the texts in which the next rows alone differ from this one, and returns the rows after those.
+fn add_alike<'a>(fields: &mut [String], row: &Row, others: &'a [Row]) -> &'a [Row] {
+    let Some(varying) = others.first().and_then(|other| varying_text(row, other)) else { return others };
+    let alike = others.iter().take_while(|other| varying_text(row, other) == Some(varying)).count();
+    let (alike, rest) = others.split_at(alike);
+    for other in alike {
+        if let Is::Text(value) = other.fields[varying].is {
+            write!(fields[varying], " or `{value}`").unwrap();
+        }
+    }
+    rest
+}
+
+/// The index of the field in whose text alone the rows differ.
+fn varying_text(one: &Row, other: &Row) -> Option<usize> {
+    if one.fields.len() != other.fields.len() || *one != (Row { fields: one.fields, ..*other }) {
+        return None;
+    }
+    let mut varying = (0..one.fields.len()).filter(|&index| one.fields[index] != other.fields[index]);
+    let index = varying.next().filter(|_| varying.next().is_none())?;
+    match (one.fields[index], other.fields[index]) {
+        (Field { pointer, is: Is::Text(_) }, Field { pointer: same, is: Is::Text(_) }) if pointer == same => {
+            Some(index)
+        }
+        _ => None,
     }
 }
