@@ -21,7 +21,7 @@ use tracing::warn;
 use crate::config::Settings;
 use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::Destination;
-use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::postgres::Database;
 
 const SQL: OutboxSql = outbox_sql!(
@@ -44,10 +44,18 @@ const SQL: OutboxSql = outbox_sql!(
              ORDER BY refusals = 0, created_at, id"
 );
 
+/// `$1` limit. By primary key, as in `relay.rs`.
+const SETTLE: &str = "
+UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id = ANY (ARRAY(
+    SELECT id FROM alarm_outbox WHERE sent_at IS NULL AND deadline < statement_timestamp()
+    LIMIT $1 FOR UPDATE SKIP LOCKED))";
+const SETTLED_AT_ONCE: i64 = 10_000;
+
 /// Publishes the alarms in `alarm_outbox`.
 #[derive(Debug)]
 pub struct AlarmRelay {
-    outbox: Outbox,
+    /// The table, for what both outboxes have in common.
+    pub outbox: Outbox,
     names: Names,
     lanes: KindLanes,
 }
@@ -69,6 +77,13 @@ impl AlarmRelay {
         }
     }
 
+    /// Without a broker: alarms stay until their deadline, for the day on which there is one.
+    #[must_use]
+    pub fn kept(database: Database, settings: &Settings, batch_size: usize, keep: Duration) -> Self {
+        let outbox = Outbox::new(database, Destination::Nowhere, SQL, batch_size, keep);
+        Self { outbox, names: settings.names(), lanes: settings.lanes() }
+    }
+
     /// Records what it publishes in the traces of the scheduling code.
     #[must_use]
     pub fn traced(mut self, traces: Traces) -> Self {
@@ -79,45 +94,38 @@ impl AlarmRelay {
     /// Publishes one batch.
     ///
     /// # Errors
-    /// As of [`Outbox::round`].
+    /// As of [`Outbox::unsent`] and [`Outbox::send`].
     pub async fn round(&mut self) -> Result<Relayed, RelayError> {
+        let unsent = self.outbox.unsent().await?;
         let (names, lanes) = (&self.names, &self.lanes);
-        self.outbox.round(|row| message(names, lanes, row)).await
+        self.outbox.send(unsent, |row| message(names, lanes, row)).await
     }
 
-    /// The backlog of the outbox.
-    ///
-    /// # Errors
-    /// As of [`Outbox::backlog`].
-    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
-        self.outbox.backlog().await
-    }
-
-    /// Deletes some of the alarms that were published long enough ago; returns whether there are more.
+    /// Deletes some of the alarms that were published long enough ago; returns whether there are more. Without a broker, one
+    /// whose deadline has passed is marked first: it is of no use to a broker any more.
     ///
     /// # Errors
     /// sqlx's.
     pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
-        self.outbox.forget_old().await
+        let mut has_settled_all = true;
+        if self.outbox.is_kept() {
+            let settle = sqlx::query(SETTLE).bind(SETTLED_AT_ONCE);
+            let settled = self.outbox.database().run(async |connection| settle.execute(connection).await).await?;
+            has_settled_all = settled.rows_affected() < SETTLED_AT_ONCE.unsigned_abs();
+        }
+        Ok(self.outbox.forget_old().await? || !has_settled_all)
     }
 }
 
 fn message(names: &Names, lanes: &KindLanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
     let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
     let (order_id, traceparent): (String, Option<String>) = (row.try_get("order_id")?, row.try_get("traceparent")?);
-    let order_id = match OrderId::new(&order_id) {
-        Ok(order_id) => order_id,
-        // The table's CHECK refuses such ids, so it was dropped. The sweep closes the order all the same.
-        Err(fault) => {
-            warn!(%fault, "an alarm in alarm_outbox has an invalid order id; it is not sent");
-            return Ok(None);
-        }
-    };
-    let kind: String = row.try_get("kind")?;
-    let kind = match Kind::new(&kind) {
-        Ok(kind) => kind,
-        Err(fault) => {
-            warn!(%fault, "an alarm in alarm_outbox has an invalid kind; it is not sent");
+    let (order_id, kind) = match (OrderId::new(&order_id), Kind::new(row.try_get("kind")?)) {
+        (Ok(order_id), Ok(kind)) => (order_id, kind),
+        // The table's CHECKs refuse both, so one was dropped. The sweep closes the order all the same.
+        (order_id, kind) => {
+            let (order_id, kind) = (order_id.err(), kind.err());
+            warn!(?order_id, ?kind, "an alarm in alarm_outbox has an invalid order id or kind; it is not sent");
             return Ok(None);
         }
     };

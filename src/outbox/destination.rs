@@ -1,4 +1,4 @@
-//! Where the messages of an outbox go: to the broker, or to the shop's webhook.
+//! Where the messages of an outbox go: to the broker, to the shop's webhook, or to listeners on a channel of Postgres.
 //!
 //! Sends each message once; `relay.rs` knows what to send again.
 
@@ -7,17 +7,28 @@ use std::time::Duration;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing, PublishError};
 use order_timeout_core::message::HEADER_TRACEPARENT;
 use order_timeout_providers::webhook::{Event, Webhook, WebhookError};
+use serde_json::{Value, json};
+
+use crate::postgres::{Database, one_line};
 
 /// The header of a request with the event's kind; as a header of a message it goes to no broker.
 pub(super) const HEADER_KIND: &str = "order-timeout-kind";
 const HEADER_KEY: &str = "order-timeout-key";
 const HEADER_TYPE: &str = "order-timeout-type";
 
+/// NOTIFY refuses payloads of 8000 bytes and more (PostgreSQL documentation, NOTIFY). The rest of the message takes some
+/// hundred.
+const LONGEST_NOTIFIED_BYTES: usize = 7_000;
+
 /// The receiver of an outbox's messages.
 #[derive(Debug)]
 pub(super) enum Destination {
     Broker(ConfirmedPublisher),
     Webhook(Box<Webhook>),
+    /// The sessions that listen on this channel.
+    Channel(Database, String),
+    /// None: the messages stay in their outbox.
+    Nowhere,
 }
 
 /// Why a message is not known to have arrived.
@@ -29,6 +40,9 @@ pub enum SendError {
     /// The webhook did not accept it.
     #[error(transparent)]
     Webhook(#[from] WebhookError),
+    /// The database did not take the notifications of a batch, for this reason.
+    #[error("events cannot be announced with NOTIFY: {0}")]
+    Notify(String),
 }
 
 impl SendError {
@@ -38,6 +52,7 @@ impl SendError {
         match self {
             Self::Broker(fault) => fault.is_message_specific(),
             Self::Webhook(fault) => fault.is_event_specific(),
+            Self::Notify(_) => false,
         }
     }
 
@@ -45,7 +60,7 @@ impl SendError {
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Broker(_) => None,
+            Self::Broker(_) | Self::Notify(_) => None,
             Self::Webhook(fault) => fault.retry_after(),
         }
     }
@@ -60,6 +75,12 @@ impl Destination {
         match self {
             Self::Broker(confirmed) => own(confirmed.publish_all(messages).await),
             Self::Webhook(webhook) => own(webhook.send_all(messages.into_iter().map(event).collect()).await),
+            Self::Channel(database, channel) => {
+                let count = messages.len();
+                let notified = notify(database, channel, messages).await;
+                vec![notified.map_err(|error| SendError::Notify(one_line(&error))); count]
+            }
+            Self::Nowhere => Vec::new(),
         }
     }
 
@@ -68,8 +89,26 @@ impl Destination {
         match self {
             Self::Broker(_) => "rabbitmq",
             Self::Webhook(_) => "webhook",
+            Self::Channel(..) | Self::Nowhere => "postgresql",
         }
     }
+}
+
+/// An event that is too long is announced without its payload, which is in its row.
+async fn notify(database: &Database, channel: &str, events: Vec<Outgoing>) -> Result<(), sqlx::Error> {
+    if events.is_empty() {
+        return Ok(());
+    }
+    let texts = events.into_iter().map(|event| {
+        let mut text = json!({"id": event.message_id, "type": event.message_type, "routing_key": event.routing_key});
+        if event.body.len() <= LONGEST_NOTIFIED_BYTES {
+            text["payload"] = serde_json::from_slice(&event.body).unwrap_or(Value::Null);
+        }
+        text.to_string()
+    });
+    let notify = sqlx::query("SELECT pg_notify($1, event) FROM unnest($2::text[]) AS event");
+    let notify = notify.bind(channel).bind(texts.collect::<Vec<_>>());
+    database.run(async |connection| notify.execute(connection).await).await.map(drop)
 }
 
 fn event(message: Outgoing) -> Event {

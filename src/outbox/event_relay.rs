@@ -1,4 +1,5 @@
-//! Step 6, ANNOUNCE: events from the outbox to `order.events` or to the shop's webhook, confirmed, then marked as sent.
+//! Step 6, ANNOUNCE: events from the outbox to `order.events`, to the shop's webhook, or to listeners in Postgres, then marked
+//! as sent.
 //!
 //! At least once, under one message id per event. `relay.rs` empties an outbox.
 
@@ -17,7 +18,7 @@ use uuid::Uuid;
 
 use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::{Destination, HEADER_KIND};
-use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
 use crate::postgres::Database;
 
@@ -54,7 +55,8 @@ const SQL: OutboxSql = outbox_sql!(
 /// Sends the events in `event_outbox`.
 #[derive(Debug)]
 pub struct EventRelay {
-    outbox: Outbox,
+    /// The table, for what both outboxes have in common.
+    pub outbox: Outbox,
     trace_contexts: TraceContexts,
     receiver: Receiver,
 }
@@ -66,6 +68,8 @@ pub enum Receiver {
     Exchange(String),
     /// The webhook on this host.
     Webhook(String),
+    /// The sessions that listen in Postgres, if any.
+    Listeners,
 }
 
 impl EventRelay {
@@ -78,19 +82,30 @@ impl EventRelay {
         batch_size: usize,
         keep: Duration,
     ) -> Self {
+        Self::to(Destination::Broker(confirmed), Receiver::Exchange(names.events()), database, batch_size, keep)
+    }
+
+    fn to(destination: Destination, receiver: Receiver, database: Database, batch_size: usize, keep: Duration) -> Self {
         let trace_contexts = TraceContexts::new(database.clone());
-        let outbox = Outbox::new(database, Destination::Broker(confirmed), SQL, batch_size, keep);
-        Self { outbox, trace_contexts, receiver: Receiver::Exchange(names.events()) }
+        Self { outbox: Outbox::new(database, destination, SQL, batch_size, keep), trace_contexts, receiver }
+    }
+
+    /// Announces events on this channel of Postgres; if it is empty, they stay.
+    #[must_use]
+    pub fn by_notify(database: Database, channel: &str, batch_size: usize, keep: Duration) -> Self {
+        let destination = match channel {
+            "" => Destination::Nowhere,
+            channel => Destination::Channel(database.clone(), channel.to_owned()),
+        };
+        Self::to(destination, Receiver::Listeners, database, batch_size, keep)
     }
 
     /// Sends events to a webhook, [`webhook::BATCH_SIZE`] of them at once, or `batch_size` if that is less.
     #[must_use]
     pub fn by_webhook(database: Database, webhook: Webhook, batch_size: usize, keep: Duration) -> Self {
-        let trace_contexts = TraceContexts::new(database.clone());
         let receiver = Receiver::Webhook(webhook.host().to_owned());
         let size = batch_size.min(webhook::BATCH_SIZE);
-        let outbox = Outbox::new(database, Destination::Webhook(Box::new(webhook)), SQL, size, keep);
-        Self { outbox, trace_contexts, receiver }
+        Self::to(Destination::Webhook(Box::new(webhook)), receiver, database, size, keep)
     }
 
     /// Records what it sends in the traces of the scheduling code.
@@ -111,34 +126,10 @@ impl EventRelay {
         self.outbox.send(unsent, |row| message(receiver, &contexts, row).map(Some)).await
     }
 
-    /// The backlog of the outbox.
-    ///
-    /// # Errors
-    /// As of [`Outbox::backlog`].
-    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
-        self.outbox.backlog().await
-    }
-
-    /// How many refused events wait for another try.
-    ///
-    /// # Errors
-    /// sqlx's.
-    pub async fn count_refused(&mut self) -> Result<u64, sqlx::Error> {
-        self.outbox.count_refused().await
-    }
-
     /// What the events are sent to.
     #[must_use]
     pub fn receiver(&self) -> &Receiver {
         &self.receiver
-    }
-
-    /// Deletes some of the events that were sent long enough ago; returns whether there are more.
-    ///
-    /// # Errors
-    /// sqlx's.
-    pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
-        self.outbox.forget_old().await
     }
 }
 
@@ -156,6 +147,7 @@ fn message(receiver: &Receiver, contexts: &HashMap<OrderOfKind, String>, row: &P
             headers.push(envelope::text_header(HEADER_KIND, kind));
             host
         }
+        Receiver::Listeners => "NOTIFY",
     };
     Ok(Outgoing {
         exchange: exchange.to_owned(),

@@ -1,4 +1,4 @@
-//! From an outbox table to the broker, or to a webhook: unsent rows are sent, confirmed, and only then marked as sent.
+//! From an outbox table to the broker, a webhook, or a channel of Postgres: unsent rows are sent, confirmed, and only then marked as sent.
 //!
 //! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
 //! advisory lock. No transaction is open while the broker confirms. What a row means is defined by its outbox.
@@ -273,29 +273,30 @@ impl Outbox {
         }
     }
 
+    /// The database of its table.
+    pub(super) fn database(&self) -> &Database {
+        &self.database
+    }
+
     /// Records what this outbox sends as spans.
     pub fn trace(&mut self, from: Outboxed, traces: Traces) {
         self.traces = traces.is_on().then_some((from, traces));
     }
 
-    /// Sends one batch. A row for which `message` says `None` is marked without being sent. One that
-    /// the broker refuses stays until its pause is over; the others are marked.
-    ///
-    /// # Errors
-    /// [`RelayError::Database`]; what was confirmed may then be sent again.
-    pub async fn round(
-        &mut self,
-        message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
-    ) -> Result<Relayed, RelayError> {
-        let unsent = self.unsent().await?;
-        self.send(unsent, message).await
+    /// Whether its rows stay, because they have no receiver.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        matches!(self.destination, Destination::Nowhere)
     }
 
-    /// The rows of the next batch, in the columns of [`OutboxSql::unsent`].
+    /// The rows of the next batch, in the columns of [`OutboxSql::unsent`]; none if they stay.
     ///
     /// # Errors
     /// [`RelayError::Database`].
     pub async fn unsent(&mut self) -> Result<Vec<PgRow>, RelayError> {
+        if self.is_kept() {
+            return Ok(Vec::new());
+        }
         let now = Instant::now();
         self.set_aside.retain(|(_, until)| *until > now);
         let left_out: Vec<Uuid> = self.set_aside.iter().map(|(id, _)| *id).collect();
@@ -306,7 +307,8 @@ impl Outbox {
         Ok(self.database.run(async |connection| select.fetch_all(connection).await).await?)
     }
 
-    /// Sends a batch that [`Outbox::unsent`] has returned, like [`Outbox::round`].
+    /// Sends a batch that [`Outbox::unsent`] has returned. A row for which `message` says `None` is marked without being
+    /// sent. One that the broker refuses stays until its pause is over; the others are marked.
     ///
     /// # Errors
     /// [`RelayError::Database`]; what was confirmed may then be sent again.
@@ -411,11 +413,14 @@ impl Outbox {
         Ok(rows)
     }
 
-    /// The age of the oldest unsent row, and when a row was last sent.
+    /// The age of the oldest unsent row, and when a row was last sent. No row waits where they stay.
     ///
     /// # Errors
     /// [`RelayError::Database`].
     pub async fn backlog(&self) -> Result<Backlog, RelayError> {
+        if self.is_kept() {
+            return Ok(Backlog { age: Duration::ZERO, new_age: Duration::ZERO, last_sent: None });
+        }
         let select = sqlx::query(self.sql.backlog);
         let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         // Negative if the server's clock was set back.

@@ -2,7 +2,7 @@
 //!
 //! Decides nothing about alarms (that is `order-timeout-core`), and contains no statement and no frame. `kind_worker.rs` is
 //! what each kind has of its own, `kind_start.rs` starts them, `active_kinds.rs` has those that run, `tasks.rs` waits for them; `event_loop.rs` passes inputs and actions between its engine and the effects;
-//! `supervisor.rs` keeps its consumer session open; `ack_batcher.rs` batches settlements; `outboxes.rs` empties the outboxes, `local_outboxes.rs` those of a worker without a broker,
+//! `supervisor.rs` keeps its consumer session open; `ack_batcher.rs` batches settlements; `outboxes.rs` empties the outboxes,
 //! `events_turns.rs` lets the events in both wait for busy closers; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why alarms do not arrive;
 //! `../give_way.rs` lets both wait for idle closers; `warnings.rs` logs what an operator must know about the database and about
 //! orders.
@@ -15,7 +15,6 @@ mod events_turns;
 mod inspections;
 mod kind_start;
 mod kind_worker;
-mod local_outboxes;
 mod outboxes;
 mod reminders;
 mod supervisor;
@@ -51,14 +50,11 @@ use crate::observe::recorder::Recorder;
 use crate::observe::traces::{Traces, TracesError};
 use crate::operations::orders_statements;
 use crate::outbox::alarm_relay::AlarmRelay;
-use crate::outbox::alarms::Alarms;
 use crate::outbox::event_relay::EventRelay;
-use crate::outbox::local::LocalOutboxes;
 use crate::postgres::{self, Database, DatabaseError, shop_settings};
 use active_kinds::ActiveKinds;
 use kind_start::UnusableKind;
 use kind_worker::{KindWorker, Publishing, RunningKind, Shared};
-use local_outboxes::LocalOutboxesLoop;
 use outboxes::Outboxes;
 use tasks::Tasks;
 
@@ -303,49 +299,23 @@ fn open_webhook(settings: &Settings) -> Result<Option<Webhook>, InvalidSetting> 
 }
 
 fn start_outboxes(shared: &Shared, webhook: Option<Webhook>, recorder: &Recorder) -> JoinHandle<()> {
-    let (ends, recorder) = (shared.outboxes_end.clone(), recorder.clone());
-    match (&shared.publishing, webhook) {
-        (Some(publishing), _) => {
-            let (alarms, events) = relays(shared, publishing, &recorder);
-            tokio::spawn(outboxes(shared, alarms, events, recorder).keep_empty(ends))
-        }
-        (None, Some(webhook)) => {
-            let announce = &shared.settings.announce;
-            let events = EventRelay::by_webhook(shared.database.clone(), webhook, announce.batch_size, announce.keep)
-                .traced(recorder.traces.clone());
-            let alarms = Alarms::Kept(local_outboxes(shared));
-            tokio::spawn(outboxes(shared, alarms, events, recorder).keep_empty(ends))
-        }
-        (None, None) => {
-            let poll = shared.settings.announce.poll;
-            let busy_kinds = shared.busy_kinds.clone();
-            tokio::spawn(LocalOutboxesLoop::new(local_outboxes(shared), poll, busy_kinds, recorder).keep_empty(ends))
-        }
-    }
-}
-
-fn local_outboxes(shared: &Shared) -> LocalOutboxes {
     let (settings, database) = (&shared.settings, shared.database.clone());
-    let channel = Some(settings.announce.notify.clone()).filter(|channel| !channel.is_empty());
-    LocalOutboxes::new(database, channel, settings.announce.keep, settings.parked.keep)
-}
-
-fn relays(shared: &Shared, publishing: &Publishing, recorder: &Recorder) -> (Alarms, EventRelay) {
-    let (settings, database) = (&shared.settings, &shared.database);
     let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
-    let names = settings.names();
-    let alarms = AlarmRelay::new(database.clone(), publishing.confirmed.clone(), settings, size, keep)
-        .traced(recorder.traces.clone());
-    let events = EventRelay::new(database.clone(), publishing.confirmed.clone(), &names, size, keep)
-        .traced(recorder.traces.clone());
-    (Alarms::Relayed(Box::new(alarms)), events)
-}
-
-fn outboxes(shared: &Shared, alarms: Alarms, events: EventRelay, recorder: Recorder) -> Outboxes {
-    let settings = &shared.settings;
-    let (poll, keep_parked) = (settings.announce.poll, settings.parked.keep);
-    let busy = shared.busy_kinds.clone();
-    Outboxes::new(shared.database.clone(), alarms, events, poll, keep_parked, busy, recorder)
+    let alarms = match &shared.publishing {
+        Some(publishing) => AlarmRelay::new(database.clone(), publishing.confirmed.clone(), settings, size, keep),
+        None => AlarmRelay::kept(database.clone(), settings, size, keep),
+    };
+    let events = match (&shared.publishing, webhook) {
+        (Some(publishing), _) => {
+            EventRelay::new(database.clone(), publishing.confirmed.clone(), &settings.names(), size, keep)
+        }
+        (None, Some(webhook)) => EventRelay::by_webhook(database.clone(), webhook, size, keep),
+        (None, None) => EventRelay::by_notify(database.clone(), &settings.announce.notify, size, keep),
+    };
+    let (alarms, events) = (alarms.traced(recorder.traces.clone()), events.traced(recorder.traces.clone()));
+    let (poll, keep_parked, busy) = (settings.announce.poll, settings.parked.keep, shared.busy_kinds.clone());
+    let outboxes = Outboxes::new(database, alarms, events, poll, keep_parked, busy, recorder.clone());
+    tokio::spawn(outboxes.keep_empty(shared.outboxes_end.clone()))
 }
 
 /// The time at which a stopping worker no longer waits for anything.

@@ -1,7 +1,7 @@
 //! Empties the outboxes: first alarms on their way to the broker, then events for the rest of the shop.
 //!
-//! Decides when; `relay.rs` does it. Polls, defers events while closers are busy, and backs off if the broker, or the
-//! webhook, accepts nothing.
+//! Decides when; `relay.rs` does it. Polls, defers events while closers are busy, and backs off if their receiver accepts
+//! nothing.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::observe::inspect::relay_watch::RelayWatch;
 use crate::observe::logging::LogThrottle;
 use crate::observe::metrics::{ALARMS, EVENTS};
 use crate::observe::recorder::Recorder;
-use crate::outbox::alarms::Alarms;
+use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::destination::SendError;
 use crate::outbox::event_relay::{EventRelay, Receiver};
 use crate::outbox::relay::{Backlog, LeaderLock, RelayError, Relayed};
@@ -46,7 +46,7 @@ pub(super) struct Outboxes {
     refused_events: RefusedEvents,
     count_refused_at: Instant,
     lock: LeaderLock,
-    alarms: Alarms,
+    alarms: AlarmRelay,
     events: EventRelay,
     poll: Duration,
     busy_kinds: BusyKinds,
@@ -77,7 +77,7 @@ enum Round {
 impl Outboxes {
     pub fn new(
         database: Database,
-        alarms: Alarms,
+        alarms: AlarmRelay,
         events: EventRelay,
         poll: Duration,
         keep_parked: Duration,
@@ -219,7 +219,7 @@ impl Outboxes {
             return;
         }
         self.measure_at = Instant::now() + MEASURE_EVERY;
-        let (alarms, events) = (self.alarms.backlog().await, self.events.backlog().await);
+        let (alarms, events) = (self.alarms.outbox.backlog().await, self.events.outbox.backlog().await);
         let now = Instant::now().into_std();
         for (outbox, backlog) in [(ALARMS, &alarms), (EVENTS, &events)] {
             if let Err(error) = backlog {
@@ -243,7 +243,7 @@ impl Outboxes {
     async fn record_refused_events(&mut self) {
         if self.count_refused_at <= Instant::now() {
             self.count_refused_at = Instant::now() + COUNT_REFUSED_EVERY;
-            match self.events.count_refused().await {
+            match self.events.outbox.count_refused().await {
                 Ok(waiting) => self.refused_events.waiting = waiting,
                 Err(error) => debug!(error = one_line(&error), "the refused events could not be counted"),
             }
@@ -258,7 +258,9 @@ impl Outboxes {
             return;
         }
         let mut is_more = self.forget_parked().await;
-        for (outbox, more) in [(ALARMS, self.alarms.forget_old().await), (EVENTS, self.events.forget_old().await)] {
+        for (outbox, more) in
+            [(ALARMS, self.alarms.forget_old().await), (EVENTS, self.events.outbox.forget_old().await)]
+        {
             match more {
                 Ok(more) => is_more |= more,
                 Err(error) => warn!(
@@ -330,6 +332,8 @@ impl RefusedEvents {
             (Receiver::Exchange(exchange), other) => {
                 format!("events cannot be published to the exchange {exchange}, {waiting} wait: {}", with_causes(other))
             }
+            // The database takes them all, or none.
+            (Receiver::Listeners, _) => return None,
             (Receiver::Webhook(host), other) => format!(
                 "the receiver of announce.webhook at {host} refuses events, {waiting} wait and are retried at most 5 minutes apart: {}; read its log for their webhook-id, which is the id in event_outbox",
                 with_causes(other)

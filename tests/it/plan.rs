@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 
 use order_timeout::effects::close::CLOSE_SQL;
 use order_timeout::effects::closing::{POSTPONE_SQL, RESUME_SQL, close_claimed_sql, settle_paid_sql};
-use order_timeout::outbox::local::NOTIFY;
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::TestEnv;
@@ -218,36 +217,6 @@ fn trace_contexts_are_found_by_index() {
                 }
             }
         });
-}
-
-/// A worker without a broker has announced many events, and rows stay for days.
-#[test]
-fn announcing_reads_one_batch_of_events() {
-    TestEnv::builder().run(async |env| {
-        let database = Database::connect(&env.settings.database, 1).await.unwrap();
-        stop_autovacuum(&env).await;
-        // As a new worker's: a plan for tables that are known to be empty.
-        sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
-        let plan_is_made = async |connection: &mut PgConnection| {
-            prepare(connection, "force_generic_plan", NOTIFY, "text, bigint, bigint").await;
-            Ok(explain(connection, "'events', 500, 7000").await)
-        };
-        database.run(plan_is_made).await.unwrap();
-        let fill = "INSERT INTO event_outbox (routing_key, type, payload, sent_at)
-                    SELECT 'order.closed', 'order.closed.v1', '{}', CASE WHEN n <= 19000 THEN now() END
-                    FROM generate_series(1, 20000) n";
-        sqlx::raw_sql(fill).execute(&env.pool).await.unwrap();
-        let plan_is_used = async |connection: &mut PgConnection| Ok(explain(connection, "'events', 500, 7000").await);
-        for analysed in [false, true] {
-            if analysed {
-                sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
-            }
-            let plan = database.run(plan_is_used).await.unwrap();
-            let most = plan.iter().map(|node| node.rows).fold(0.0, f64::max);
-            // Unsent ones may all be sorted for one batch.
-            assert!((500.0..=1_000.0).contains(&most), "{most} rows in one node; analysed {analysed}: {plan:#?}");
-        }
-    });
 }
 
 /// An attempt for each order, paid ones as well.

@@ -153,7 +153,7 @@ fn backoff_beyond_maximum_is_reset() {
         let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
         let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
         assert_eq!(relay.round().await.unwrap().sent, 0);
-        relay.forget_old().await.unwrap();
+        relay.outbox.forget_old().await.unwrap();
         assert_eq!(relay.round().await.unwrap().sent, 1);
     });
 }
@@ -168,13 +168,13 @@ fn many_refused_events_delay_no_others() {
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
             let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
-            assert_eq!(relay.count_refused().await.unwrap(), 100_000);
+            assert_eq!(relay.outbox.count_refused().await.unwrap(), 100_000);
             let insert = "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('order.closed', 'order.closed.v1', '{}')";
             for _ in 0..20 {
                 sqlx::query(insert).execute(&env.pool).await.unwrap();
                 assert_eq!(relay.round().await.unwrap().sent, 1);
             }
-            let age = relay.backlog().await.unwrap().age;
+            let age = relay.outbox.backlog().await.unwrap().age;
             assert!(age >= 3_600 * SECOND, "the oldest unsent event is a refused one: {age:?}");
         });
 }

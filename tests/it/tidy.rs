@@ -174,9 +174,8 @@ fn sqlx_stays_in_its_modules() {
         "operations/status/parts.rs",
         "operations/unresolved.rs",
         "outbox/alarm_relay.rs",
-        "outbox/alarms.rs",
+        "outbox/destination.rs",
         "outbox/event_relay.rs",
-        "outbox/local.rs",
         "outbox/relay.rs",
         "outbox/reminders.rs",
         "outbox/trace_contexts.rs",
@@ -203,19 +202,12 @@ fn measuring_stays_out_of_business_modules() {
     // The composition root counts what the steps report; steps count nothing themselves.
     used_in(
         r"\bcrate::observe::metrics\b",
-        &[
-            "http/mod.rs",
-            "http/probes.rs",
-            "runtime/local_outboxes.rs",
-            "runtime/outboxes.rs",
-            "observe/recorder.rs",
-            "observe/served_kinds.rs",
-        ],
+        &["http/mod.rs", "http/probes.rs", "runtime/outboxes.rs", "observe/recorder.rs", "observe/served_kinds.rs"],
     );
     // The pages print it.
     assert_eq!(
         outside(r"\bcrate::observe::health\b"),
-        set(&["runtime/event_loop.rs", "runtime/local_outboxes.rs", "observe/recorder.rs", "runtime/supervisor.rs"])
+        set(&["runtime/event_loop.rs", "observe/recorder.rs", "runtime/supervisor.rs"])
     );
     assert_eq!(
         outside(r"\bcrate::http\b"),
