@@ -25,8 +25,7 @@ use order_timeout_core::message::{
     Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, MAX_TRACEPARENT_BYTES,
 };
 use order_timeout_core::order::Timestamp;
-use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
+use tokio::sync::{SetOnce, mpsc};
 use tracing::debug;
 
 use crate::config::Settings;
@@ -127,23 +126,18 @@ pub enum OpenError {
 /// What was declared again: an error for the objects that all kinds share, else a result for each kind.
 pub type DeclaredAgain = Result<BTreeMap<Kind, Result<(), TopologyError>>, TopologyError>;
 
-/// The first reason for the end of a session, and a token that is cancelled with it.
+/// The first reason for the end of a session.
 #[derive(Debug, Clone, Default)]
-struct Ended {
-    token: CancellationToken,
-    reason: Arc<Mutex<Option<SessionEnd>>>,
-}
+struct Ended(Arc<SetOnce<SessionEnd>>);
 
 impl Ended {
     fn note(&self, end: SessionEnd) {
-        self.reason.lock().expect("no holder panics").get_or_insert(end);
-        self.token.cancel();
+        // A later end follows from the first.
+        let _ = self.0.set(end);
     }
 
     async fn reason(&self) -> SessionEnd {
-        self.token.cancelled().await;
-        let reason = self.reason.lock().expect("no holder panics").clone();
-        reason.unwrap_or_else(|| SessionEnd::other("it was closed"))
+        self.0.wait().await.clone()
     }
 }
 
