@@ -141,13 +141,7 @@ impl NewAlarm {
     /// # Errors
     /// [`ScheduleError`]; roll the transaction back.
     pub async fn schedule(self, transaction: &mut PgConnection) -> Result<(), ScheduleError> {
-        let order_id = OrderId::new(&self.order_id)?;
-        let insert =
-            sqlx::query("INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind) VALUES ($1, $2, $3, $4)");
-        let insert = insert.bind(order_id.as_str()).bind(Timestamptz(self.deadline));
-        let insert = insert.bind(self.traceparent).bind(self.kind.as_str().to_owned());
-        insert.execute(transaction).await?;
-        Ok(())
+        schedule_all(transaction, [self]).await
     }
 }
 
