@@ -326,8 +326,8 @@ impl Outbox {
             never_refused += i64::from(refusals == 0);
             match message(row)? {
                 Some(message) => {
-                    if self.traces.is_some() {
-                        traced.note(messages.len(), row, &message)?;
+                    if let Some((from, _)) = self.traces {
+                        traced.note(messages.len(), row, &message, from, self.destination.system())?;
                     }
                     sending.push(Sending { id, refusals: usize::try_from(refusals).unwrap_or(0) });
                     messages.push(message);
@@ -336,8 +336,8 @@ impl Outbox {
             }
         }
         let answers = self.destination.send_all(messages).await;
-        if let Some((from, traces)) = &self.traces {
-            traced.export(*from, self.destination.system(), traces, &answers);
+        if let Some((_, traces)) = &self.traces {
+            traced.export(traces, &answers);
         }
         let dropped = settled.len();
         settled.extend(sending.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(one, _)| one.id));

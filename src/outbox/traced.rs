@@ -16,36 +16,34 @@ use crate::observe::traces::{Outboxed, Published, Traces};
 /// Empty unless traces are exported and a message carries a trace context.
 #[derive(Debug, Default)]
 pub(super) struct TracedBatch {
-    messages: Vec<TracedMessage>,
+    /// With their places among those that are sent.
+    messages: Vec<(usize, Published)>,
     /// The database's time when the first of them was read, and this machine's.
     read: Option<(Timestamp, Instant)>,
 }
 
-#[derive(Debug)]
-struct TracedMessage {
-    /// Its place in the batch.
-    index: usize,
-    traceparent: String,
-    kind: String,
-    order_id: String,
-    message_type: String,
-    message_id: String,
-    exchange: String,
-}
-
 impl TracedBatch {
-    /// Notes the message of this row, if it carries a trace context. `index` is its place among those that are sent.
+    /// Notes the message of this row, if it carries a trace context. `index` is its place among those that are sent;
+    /// `system`: as traces name the receiver.
     ///
     /// # Errors
     /// sqlx's, if the row lacks a column of [`super::relay::OutboxSql::unsent`].
-    pub fn note(&mut self, index: usize, row: &PgRow, message: &Outgoing) -> Result<(), sqlx::Error> {
+    pub fn note(
+        &mut self,
+        index: usize,
+        row: &PgRow,
+        message: &Outgoing,
+        from: Outboxed,
+        system: &'static str,
+    ) -> Result<(), sqlx::Error> {
         let Some(traceparent) = message.traceparent() else { return Ok(()) };
         if self.read.is_none() {
             let Timestamptz(now) = row.try_get("now")?;
             self.read = Some((now, Instant::now()));
         }
-        self.messages.push(TracedMessage {
-            index,
+        let published = Published {
+            from,
+            system,
             traceparent,
             kind: row.try_get("kind")?,
             // An event of a shop's own statement may name no order.
@@ -53,21 +51,19 @@ impl TracedBatch {
             message_type: message.message_type.clone(),
             message_id: message.message_id.clone(),
             exchange: message.exchange.clone(),
-        });
+        };
+        self.messages.push((index, published));
         Ok(())
     }
 
-    /// Exports those that were confirmed. `system`: as traces name the receiver. `answers` has one entry for each message that was sent.
-    pub fn export(self, from: Outboxed, system: &'static str, traces: &Traces, answers: &[Result<(), SendError>]) {
+    /// Exports those that were confirmed. `answers` has one entry for each message that was sent.
+    pub fn export(self, traces: &Traces, answers: &[Result<(), SendError>]) {
         let Some((began, read_at)) = self.read else { return };
         let ended = began + read_at.elapsed();
-        for message in self.messages.iter().filter(|message| matches!(answers.get(message.index), Some(Ok(())))) {
-            let TracedMessage { traceparent, kind, order_id, message_type, message_id, exchange, .. } = message;
-            traces.published(
-                &Published { from, system, traceparent, kind, order_id, message_type, message_id, exchange },
-                began,
-                ended,
-            );
+        for (index, message) in self.messages {
+            if matches!(answers.get(index), Some(Ok(()))) {
+                traces.published(message, began, ended);
+            }
         }
     }
 }

@@ -94,23 +94,23 @@ pub enum Outboxed {
 
 /// A message that a relay has published.
 #[derive(Debug)]
-pub struct Published<'a> {
+pub struct Published {
     /// The outbox it came from.
     pub from: Outboxed,
-    /// What received it: `rabbitmq` or `webhook`.
+    /// What received it: `rabbitmq`, `webhook` or `postgresql`.
     pub system: &'static str,
     /// The trace context it carries.
-    pub traceparent: &'a str,
+    pub traceparent: String,
     /// The kind in its row.
-    pub kind: &'a str,
+    pub kind: String,
     /// The order in its row.
-    pub order_id: &'a str,
+    pub order_id: String,
     /// Its type, as `order.closed`.
-    pub message_type: &'a str,
+    pub message_type: String,
     /// Its message id.
-    pub message_id: &'a str,
+    pub message_id: String,
     /// The exchange, or the webhook's host.
-    pub exchange: &'a str,
+    pub exchange: String,
 }
 
 impl Traces {
@@ -137,19 +137,19 @@ impl Traces {
     }
 
     /// A relay has published a message between these times.
-    pub fn published(&self, message: &Published<'_>, began: Timestamp, ended: Timestamp) {
-        let Some(queue) = self.queue_of(message.traceparent) else { return };
+    pub fn published(&self, message: Published, began: Timestamp, ended: Timestamp) {
+        let Some(queue) = self.queue_of(&message.traceparent) else { return };
         let step = match message.from {
             Outboxed::Alarm => Step::Schedule,
             Outboxed::Event => Step::Announce,
         };
         let attributes = vec![
             ("messaging.system", Value::Text(message.system.into())),
-            ("messaging.destination.name", Value::Text(message.exchange.to_owned().into())),
-            ("messaging.message.id", Value::Text(message.message_id.to_owned().into())),
-            ("order_timeout.message_type", Value::Text(message.message_type.to_owned().into())),
+            ("messaging.destination.name", Value::Text(message.exchange.into())),
+            ("messaging.message.id", Value::Text(message.message_id.into())),
+            ("order_timeout.message_type", Value::Text(message.message_type.into())),
         ];
-        let [traceparent, kind, order_id] = [message.traceparent, message.kind, message.order_id].map(str::to_owned);
+        let Published { traceparent, kind, order_id, .. } = message;
         queue.push(Span { step, traceparent, kind, order_id, began, ended, attributes });
     }
 
