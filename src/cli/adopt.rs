@@ -5,14 +5,14 @@ use clap::Args;
 use order_timeout_core::kind::Kind;
 use serde_json::json;
 
-use crate::cli::{CommandOutcome, OfKind};
+use crate::cli::{CommandOutcome, OfKind, connect};
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
 use crate::operations::adopt::check::{self, CheckReport};
 use crate::operations::adopt::propose::{self, Proposal};
 use crate::operations::adopt::{Finding, Level};
 use crate::operations::{first_backlog, orders_statements};
-use crate::postgres::{self, Database};
+use crate::postgres::Database;
 
 /// Arguments of `adopt`.
 #[derive(Debug, Args)]
@@ -42,18 +42,17 @@ impl AdoptArgs {
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if a check finds something wrong.
 pub async fn run(args: AdoptArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let database = Database::connect(&settings.database, 2).await?;
     if args.check {
-        postgres::require_migrated(&database).await?;
-        let report = check::check(&database, &settings, &args.of.kind).await?;
-        return Ok(show_check(&report, args.json));
+        let report = check::check(&connect(&settings, 2).await?, &settings, &args.of.kind).await?;
+        let code = u8::from(!report.is_right());
+        return Ok(CommandOutcome { code, ..CommandOutcome::of(&report, args.json, write_check) });
     }
     if args.accept_backlog {
-        postgres::require_migrated(&database).await?;
-        return accept(&database, &settings, &args.of.kind, args.json).await;
+        return accept(&connect(&settings, 2).await?, &settings, &args.of.kind, args.json).await;
     }
+    let database = Database::connect(&settings.database, 2).await?;
     let proposal = propose::propose(&database, &args.of.kind, args.table.as_deref()).await?;
-    Ok(show_proposal(&proposal, &args.of.kind, args.json))
+    Ok(CommandOutcome::of(&proposal, args.json, |proposal, to| write_proposal(proposal, &args.of.kind, to)))
 }
 
 async fn accept(database: &Database, settings: &Settings, kind: &Kind, json: bool) -> anyhow::Result<CommandOutcome> {
@@ -73,12 +72,7 @@ async fn accept(database: &Database, settings: &Settings, kind: &Kind, json: boo
     Ok(outcome)
 }
 
-fn show_check(report: &CheckReport, json: bool) -> CommandOutcome {
-    let mut outcome = CommandOutcome { code: u8::from(!report.is_right()), ..CommandOutcome::default() };
-    if json {
-        outcome.line(json!(report));
-        return outcome;
-    }
+fn write_check(report: &CheckReport, to: &mut CommandOutcome) {
     for Finding { level, key, file, sentence } in &report.findings {
         let word = match level {
             Level::Wrong => "wrong",
@@ -86,30 +80,23 @@ fn show_check(report: &CheckReport, json: bool) -> CommandOutcome {
             Level::Proven => "proven",
         };
         let from = file.as_ref().map_or_else(String::new, |file| format!(" (from {file})"));
-        outcome.line(format!("{word:<7} {key}{from}: {sentence}"));
+        to.line(format!("{word:<7} {key}{from}: {sentence}"));
     }
-    outcome
 }
 
-fn show_proposal(proposal: &Proposal, kind: &Kind, json: bool) -> CommandOutcome {
-    let mut outcome = CommandOutcome::default();
-    if json {
-        outcome.line(json!(proposal));
-        return outcome;
-    }
+fn write_proposal(proposal: &Proposal, kind: &Kind, to: &mut CommandOutcome) {
     let of_kind = if kind.is_default() { String::new() } else { format!(" --kind {kind}") };
-    outcome.line(format!(
+    to.line(format!(
         "# A proposal for {}. Correct what is guessed, then run `order-timeout adopt{of_kind} --check`.",
         proposal.table
     ));
     if !proposal.others.is_empty() {
-        outcome.line(format!("# Other tables that could be meant (--table): {}", proposal.others.join(", ")));
+        to.line(format!("# Other tables that could be meant (--table): {}", proposal.others.join(", ")));
     }
-    outcome.lines(&proposal.toml);
-    outcome.line("");
+    to.lines(&proposal.toml);
+    to.line("");
     for statement in &proposal.ddl {
         let commented: Vec<String> = statement.lines().map(|line| format!("# {line}")).collect();
-        outcome.lines(commented.join("\n"));
+        to.lines(commented.join("\n"));
     }
-    outcome
 }

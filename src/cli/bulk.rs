@@ -1,5 +1,5 @@
-//! What the commands that change many orders have in common: their arguments, the preview, the question before they
-//! begin, the signals that stop them, and the report.
+//! How a command changes many orders: its arguments, the preview, the question before it begins, the signals that stop
+//! it, and the report.
 
 use std::io::{IsTerminal, Write};
 use std::num::NonZeroU32;
@@ -29,9 +29,6 @@ pub struct BulkArgs {
     /// With --where: at most this many orders a second
     #[arg(long, value_name = "ORDERS", default_value = "200", requires = "condition")]
     rate: NonZeroU32,
-    /// With --where: an expression to add up in the preview, such as a column with the orders' total
-    #[arg(long, value_name = "SQL", requires = "condition")]
-    pub amount: Option<String>,
     /// With --where: do not ask before the change
     #[arg(long, requires = "condition")]
     yes: bool,
@@ -41,7 +38,7 @@ pub struct BulkArgs {
 pub struct Bulk<'a> {
     pub args: &'a BulkArgs,
     pub run: Uuid,
-    /// What is about to happen, with the number of orders: "close 12 overdue orders".
+    /// What is about to happen, with the number of orders: "move the deadlines of 12 unpaid orders".
     pub what: String,
     pub preview: Preview,
     pub json: bool,
@@ -86,9 +83,6 @@ impl Bulk<'_> {
         to.line(format!(
             "{orders} unpaid orders match, {overdue} of them overdue; they reserve {units} units in {items} items"
         ));
-        if let Some(amount) = &self.preview.amount {
-            to.line(format!("--amount adds up to {amount}"));
-        }
         if let (Some(first), Some(last)) = (&self.preview.first_deadline, &self.preview.last_deadline) {
             to.line(format!("deadlines from {first} to {last}"));
         }
@@ -163,18 +157,13 @@ impl Bulk<'_> {
         output
     }
 
-    /// The report of a run that finds no order to change; `because` says what all that match have in common.
-    pub fn nothing(&self, progress: &Progress, because: &str) -> CommandOutcome {
+    /// The report of a run that finds no order to change.
+    pub fn nothing(&self) -> CommandOutcome {
         let mut output = CommandOutcome::default();
-        if self.json {
-            output.line(json!({ "run": self.run, "preview": self.preview, "result": progress }));
-        } else {
-            output.line(match self.preview.orders {
-                0 => "nothing to do: no unpaid order matches".to_owned(),
-                1 => format!("nothing to do: 1 unpaid order matches, and {because}"),
-                orders => format!("nothing to do: {orders} unpaid orders match, and {because}"),
-            });
-        }
+        output.line(match self.json {
+            true => json!({ "run": self.run, "preview": self.preview, "result": Progress::default() }).to_string(),
+            false => "nothing to do: no unpaid order matches".to_owned(),
+        });
         output
     }
 }

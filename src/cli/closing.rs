@@ -6,11 +6,12 @@ use order_timeout_core::order::OrderId;
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::cli::CommandOutcome;
 use crate::cli::operator::OperatorArgs;
+use crate::cli::{CommandOutcome, ListOptions, connect};
 use crate::config::Settings;
-use crate::operations::unresolved::{self, Decision, UnresolvedPage, Which};
-use crate::postgres::{self, Database};
+use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
+use crate::postgres::Database;
+use crate::postgres::parked_alarms::Selection;
 
 /// What to do with orders that are being closed.
 #[derive(Debug, Subcommand)]
@@ -26,15 +27,11 @@ pub enum ClosingCommand {
 /// Arguments of `closing list`.
 #[derive(Debug, Args)]
 pub struct ListArgs {
-    /// At most this many
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
-    limit: i64,
     /// Only those after this one: the last order of the previous page
     #[arg(long, value_name = "ID")]
     after: Option<String>,
-    /// Print one JSON object per line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    options: ListOptions,
 }
 
 /// Arguments of `closing retry`.
@@ -42,9 +39,6 @@ pub struct ListArgs {
 pub struct RetryArgs {
     #[command(flatten)]
     which: Given,
-    /// With --all: only those of this reason, such as no_answer
-    #[arg(long, value_name = "REASON", requires = "all")]
-    reason: Option<String>,
     #[command(flatten)]
     operator: OperatorArgs,
     /// Print the result as JSON
@@ -80,6 +74,9 @@ struct Given {
     /// The orders that `closing list` shows
     #[arg(value_name = "ID")]
     ids: Vec<String>,
+    /// All of this reason, such as no_answer
+    #[arg(long, value_name = "REASON")]
+    reason: Option<String>,
     /// All of them
     #[arg(long)]
     all: bool,
@@ -88,8 +85,7 @@ struct Given {
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if an order was not unresolved.
 pub async fn run(command: ClosingCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
+    let database = connect(&settings, 1).await?;
     match command {
         ClosingCommand::List(args) => list(&database, &args).await,
         ClosingCommand::Retry(args) => retry(&database, &args).await,
@@ -98,21 +94,14 @@ pub async fn run(command: ClosingCommand, settings: Settings) -> anyhow::Result<
 }
 
 async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOutcome> {
-    let page = UnresolvedPage { after: args.after.as_deref(), limit: args.limit };
-    let found = unresolved::list(database, &page).await.map_err(|error| unresolved::unavailable(&error))?;
-    let mut output = CommandOutcome::default();
-    if found.is_empty() && !args.json {
-        output.line("no order is unresolved");
-    }
-    for order in &found {
-        if args.json {
-            output.line(serde_json::to_string(order)?);
-        } else {
-            let answers = order.answers.as_deref().unwrap_or("nothing was answered");
-            output.line(format!("{}: {} since {}: {answers}", order.order_id, order.reason, order.unresolved_at));
+    let after = args.after.as_ref().map(OrderId::new).transpose()?;
+    let found = unresolved::list(database, after.as_ref(), args.options.limit).await?;
+    args.options.show(&found, "no order is unresolved", |orders, to| {
+        for UnresolvedOrder { order_id, reason, unresolved_at, answers, .. } in orders {
+            let answers = answers.as_deref().unwrap_or("nothing was answered");
+            to.line(format!("{order_id}: {reason} since {unresolved_at}: {answers}"));
         }
-    }
-    Ok(output)
+    })
 }
 
 async fn settle(database: &Database, args: &SettleArgs) -> anyhow::Result<CommandOutcome> {
@@ -135,9 +124,12 @@ async fn settle(database: &Database, args: &SettleArgs) -> anyhow::Result<Comman
 
 async fn retry(database: &Database, args: &RetryArgs) -> anyhow::Result<CommandOutcome> {
     let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
-    let which = if args.which.all { Which::All { reason: args.reason.as_deref() } } else { Which::Orders(&ids) };
-    let retried = unresolved::retry(database, &which, &args.operator.operator(Uuid::now_v7())).await;
-    let retried = retried.map_err(|error| unresolved::unavailable(&error))?;
+    let which = match &args.which.reason {
+        Some(reason) => Selection::Reason(reason.clone()),
+        None if args.which.all => Selection::All,
+        None => Selection::Ids(ids.clone()),
+    };
+    let retried = unresolved::retry(database, &which, &args.operator.operator(Uuid::now_v7())).await?;
     let mut output = CommandOutcome::default();
     if args.json {
         output.line(json!({ "retried": retried.len() }));
@@ -148,7 +140,7 @@ async fn retry(database: &Database, args: &RetryArgs) -> anyhow::Result<CommandO
         output.code = 1;
         output.remark(format!("order {id} is not unresolved; `order-timeout explain {id}` says what it is"));
     }
-    if args.reason.is_some() && retried.is_empty() {
+    if args.which.reason.is_some() && retried.is_empty() {
         bail!("no order is unresolved for this reason; `order-timeout closing list` shows the reasons");
     }
     Ok(output)

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use clap::Args;
-use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline_by};
+use order_timeout_client::postgres::MoveDeadlineError;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::json;
@@ -14,14 +14,13 @@ use uuid::Uuid;
 
 use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, OfKind, UsageError, parse_duration, parse_time};
+use crate::cli::{CommandOutcome, OfKind, UsageError, connect, parse_duration, parse_time};
 use crate::config::Settings;
 use crate::operations::move_deadlines::{
-    Move, MoveOutcome, MovedOrder, NewDeadline, has_moved, move_deadlines, move_many,
+    Move, MoveOutcome, MovedOrder, NewDeadline, has_moved, move_deadlines, move_in_mapped_table, move_many,
 };
 use crate::operations::orders_statements::{self, DeadlineStatement};
 use crate::operations::orders_table::{Choice, OrdersTable};
-use crate::operations::paced::Progress;
 use crate::operations::preview::Preview;
 use crate::postgres::{self, Database, one_line};
 
@@ -62,9 +61,6 @@ struct Which {
     /// The order's id, as the orders table has it
     #[arg(value_name = "ID")]
     id: Option<String>,
-    /// The same as an option
-    #[arg(long, value_name = "ID")]
-    order_id: Option<String>,
     /// All unpaid orders for which this condition holds
     #[arg(long = "where", value_name = "SQL", requires = "why")]
     condition: Option<String>,
@@ -142,74 +138,15 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     }
     match &args.which.condition {
         Some(condition) => move_chosen(condition, &args, &settings).await,
-        None if settings.has_default_orders(&args.of.kind) => move_one(&args, &settings).await,
-        None => move_mapped(&args, &settings).await,
+        None => move_one(&args, &settings).await,
     }
 }
 
-/// Moves the deadline of an order in a mapped table, which has no history of ours.
-async fn move_mapped(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let given = args.which.id.as_deref().or(args.which.order_id.as_deref()).unwrap_or_default();
-    let order_id = OrderId::new(given).map_err(MoveDeadlineError::from)?;
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
-    let statement = match orders_statements::statements(&database, settings, &args.of.kind).await?.deadline {
-        DeadlineStatement::Sql(sql) => sql,
-        DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
-    };
-    let NewDeadline::At(deadline) = request(args, settings, &database, Uuid::now_v7()).await?.to else {
-        unreachable!("a sign is refused above")
-    };
-    let moved =
-        database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
-            // For the pool, which adds the server's address to an error of the connection.
-            Err(MoveDeadlineError::Database(error)) => Err(error),
-            moved => Ok(moved),
-        });
-    let moved = moved.await.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
-    let time = write_rfc3339;
-    let (code, word, status, deadline, sentence) = match moved {
-        Moved::Later => (
-            0,
-            "later",
-            Some("unpaid".to_owned()),
-            Some(time(deadline)),
-            format!(
-                "order {order_id} has time until {}; an alarm that was already scheduled adapts to it",
-                time(deadline)
-            ),
-        ),
-        Moved::Earlier => (
-            0,
-            "earlier",
-            Some("unpaid".to_owned()),
-            Some(time(deadline)),
-            format!("order {order_id} has time until {}; an alarm for it is written", time(deadline)),
-        ),
-        Moved::Unchanged { status, deadline } => {
-            let sentence = format!("order {order_id} is {status}; its deadline is unchanged");
-            (1, "unchanged", Some(status), Some(time(deadline)), sentence)
-        }
-        Moved::Unknown => (1, "unknown", None, None, format!("there is no order {order_id}")),
-    };
-    let mut output = CommandOutcome { code, ..CommandOutcome::default() };
-    if args.json {
-        output.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
-    } else {
-        output.line(sentence);
-    }
-    Ok(output)
-}
-
-/// The request, for which an absolute deadline is checked before any order is asked for.
+/// The request. An absolute deadline is checked before any order is asked for.
 ///
 /// # Errors
-/// If the database does not tell the time, or the deadline can be given to no order.
-async fn request(args: &DeadlineArgs, settings: &Settings, database: &Database, run: Uuid) -> anyhow::Result<Move> {
-    let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
-    request_at(args, settings, (now, now), run)
-}
-
+/// If the deadline can be given to no order.
+///
 /// `began` is when the run began, which `--in 30m` counts from.
 fn request_at(
     args: &DeadlineArgs,
@@ -235,14 +172,28 @@ fn passed(deadline: &str) -> String {
 }
 
 async fn move_one(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let given = args.which.id.as_deref().or(args.which.order_id.as_deref()).unwrap_or_default();
-    let order_id = OrderId::new(given).map_err(MoveDeadlineError::from)?;
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
-    let request = request(args, settings, &database, Uuid::now_v7()).await?;
-    let moved = move_deadlines(&database, std::slice::from_ref(&order_id), &request).await;
-    let moved = moved.map_err(|error| with_one_line(error.into()))?.pop();
-    describe(&order_id, moved.as_ref(), args.json)
+    let order_id = OrderId::new(args.which.id.as_deref().unwrap_or_default()).map_err(MoveDeadlineError::from)?;
+    let (database, kind) = (connect(settings, 1).await?, &args.of.kind);
+    let mut mapped = None;
+    if !settings.has_default_orders(kind) {
+        mapped = match orders_statements::statements(&database, settings, kind).await?.deadline {
+            DeadlineStatement::Sql(sql) => Some(sql),
+            DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
+        };
+    }
+    let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
+    let request = request_at(args, settings, (now, now), Uuid::now_v7())?;
+    let moved = match (mapped, request.to) {
+        (None, _) => {
+            let moved = move_deadlines(&database, std::slice::from_ref(&order_id), &request).await;
+            moved.map(|mut moved| moved.pop()).map_err(MoveDeadlineError::from)
+        }
+        (Some(statement), NewDeadline::At(deadline)) => {
+            move_in_mapped_table(&database, &statement, &order_id, deadline).await
+        }
+        (Some(_), _) => unreachable!("a sign is refused for a mapped table"),
+    };
+    describe(&order_id, moved.map_err(with_one_line)?.as_ref(), args.json)
 }
 
 /// The result for one order.
@@ -291,8 +242,7 @@ fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> an
 async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let database = bulk::connect(&settings.database).await?;
     let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
-    let choice =
-        Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: args.resume };
+    let choice = Choice { condition: condition.to_owned(), not_changed_by: args.resume };
     if let Some(run) = args.resume {
         require_same(run, condition, args, &database).await?;
     }
@@ -308,7 +258,7 @@ async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) 
         json: args.json,
     };
     if ids.is_empty() {
-        return Ok(bulk.nothing(&Progress::default(), "none of them is left to move"));
+        return Ok(bulk.nothing());
     }
     bulk.ask()?;
     let stop = CancellationToken::new();

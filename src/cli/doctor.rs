@@ -2,7 +2,6 @@
 
 use clap::Args;
 use order_timeout_core::problem::Problem;
-use serde_json::json;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
@@ -25,13 +24,7 @@ pub struct DoctorArgs {
 pub async fn run(args: DoctorArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let DoctorArgs { management, json } = args;
     let report = doctor::examine(&settings, &Options { management }).await;
-    let mut outcome = CommandOutcome { code: report.exit_code(), ..CommandOutcome::default() };
-    if json {
-        outcome.line(json!(report));
-    } else {
-        write(&report, &mut outcome);
-    }
-    Ok(outcome)
+    Ok(CommandOutcome { code: report.exit_code(), ..CommandOutcome::of(&report, json, write) })
 }
 
 fn write(report: &Report, to: &mut CommandOutcome) {

@@ -2,20 +2,18 @@
 
 use clap::Args;
 use order_timeout_core::order::OrderId;
-use serde_json::json;
 
-use crate::cli::{CommandOutcome, OfKind, Order};
+use crate::cli::{CommandOutcome, OfKind, connect};
 use crate::config::Settings;
-use crate::operations::NotKnown;
 use crate::operations::explain::{Explanation, Moment, explain};
 use crate::operations::orders_table::OrdersTable;
-use crate::postgres::{self, Database, DatabaseError, one_line};
 
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
-    #[command(flatten)]
-    order: Order,
+    /// The order's id, as the orders table has it
+    #[arg(value_name = "ID")]
+    id: String,
     #[command(flatten)]
     pub(super) of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
@@ -26,19 +24,13 @@ pub struct ExplainArgs {
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if there is no such order.
 pub async fn run(args: &ExplainArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let order_id = OrderId::new(args.order.id())?;
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
+    let order_id = OrderId::new(&args.id)?;
+    let database = connect(&settings, 1).await?;
     let kind = &args.of.kind;
     let orders = OrdersTable::open(database.clone(), &settings, kind).await?;
-    let told = explain(&database, &orders, kind, &order_id).await.map_err(|error| DatabaseError(one_line(&error)))?;
-    let mut output = CommandOutcome { code: u8::from(told.story.exists == Some(false)), ..CommandOutcome::default() };
-    if args.json {
-        output.line(json!(told));
-    } else {
-        write_story(&told, &mut output);
-    }
-    Ok(output)
+    let told = explain(&database, &orders, kind, &order_id).await?;
+    let code = u8::from(told.story.exists == Some(false));
+    Ok(CommandOutcome { code, ..CommandOutcome::of(&told, args.json, write_story) })
 }
 
 fn write_story(told: &Explanation, to: &mut CommandOutcome) {
@@ -56,7 +48,5 @@ fn write_story(told: &Explanation, to: &mut CommandOutcome) {
         // Text from outside is escaped line by line.
         to.indented(format!("{at:<27}  {:<17}  {what}", source.table()));
     }
-    for NotKnown { what, why } in &told.story.not_known {
-        to.line(format!("not known: {what}: {why}"));
-    }
+    to.not_known(&told.story.not_known);
 }

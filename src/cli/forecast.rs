@@ -1,16 +1,21 @@
-//! `order-timeout forecast`: what falls due in the next hours, beside what can be closed; as text or JSON.
+//! `order-timeout forecast`: what falls due in the next hours, beside what can be closed, or which orders these are; as
+//! text or JSON.
 
 use std::time::Duration;
 
 use clap::Args;
-use serde_json::json;
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 
-use crate::cli::{CommandOutcome, OfKind, parse_duration, short_duration};
+use crate::cli::{CommandOutcome, OfKind, connect, parse_duration, parse_time, short_duration};
 use crate::config::Settings;
-use crate::operations::NotKnown;
-use crate::operations::forecast::{Due, Forecast, ForecastMinute, Outlook, forecast};
+use crate::operations::forecast::{
+    Due, DueOrders, Forecast, ForecastMinute, OrdersQuery, Outlook, USUAL_REACH, due_orders, forecast,
+};
 use crate::operations::orders_table::OrdersTable;
-use crate::postgres::{self, Database};
+use crate::operations::orders_table::due::DueOrder;
+use crate::operations::plain_text;
+use crate::postgres::DatabaseError;
 
 /// Lines of the table: more than that are summed up in equal parts of the time.
 const MOST_LINES: u32 = 24;
@@ -20,28 +25,82 @@ const MOST_LINES: u32 = 24;
 pub struct ForecastArgs {
     #[command(flatten)]
     pub(super) of: OfKind,
-    /// How far to look, 1m to 7d
-    #[arg(long, value_name = "DURATION", default_value = "6h", value_parser = parse_duration)]
-    next: Duration,
-    /// Print one JSON object with each minute; what is not known is left out, and listed in not_known
+    /// How far to look, 1m to 7d; 6h if it is not given
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    next: Option<Duration>,
+    /// List the orders that fall due, by deadline, page by page, instead of counting them
+    #[arg(long)]
+    orders: bool,
+    #[command(flatten)]
+    which: WhichOrders,
+    /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,
 }
 
+#[derive(Debug, Args)]
+struct WhichOrders {
+    /// With --orders: the first deadline; now if it is not given. An earlier time shows overdue orders as well
+    #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true, requires = "orders")]
+    from: Option<Timestamp>,
+    /// With --orders: the end of the window
+    #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true, requires = "orders",
+          conflicts_with = "next")]
+    until: Option<Timestamp>,
+    /// With --orders: only those with this in their id, or in the id of one of their articles
+    #[arg(long, value_name = "TEXT", value_parser = plain_text, requires = "orders")]
+    text: Option<String>,
+    /// With --orders: only those after this place: what the page before printed
+    #[arg(long, value_name = "PLACE", requires = "orders")]
+    after: Option<String>,
+    /// With --orders: at most this many, 1 to 1000; 100 if it is not given
+    #[arg(long, value_name = "ORDERS", value_parser = clap::value_parser!(u16).range(1..=1_000), requires = "orders")]
+    limit: Option<u16>,
+}
+
 /// # Errors
-/// If the database cannot be used.
-pub async fn run(args: &ForecastArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
+/// If the database cannot be used, or the question makes no sense.
+pub async fn run(args: ForecastArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
+    let database = connect(&settings, 1).await?;
     let orders = OrdersTable::open(database.clone(), &settings, &args.of.kind).await?;
-    let found = forecast(&database, &orders, args.next).await?;
-    let mut output = CommandOutcome::default();
-    if args.json {
-        output.line(json!(found));
-    } else {
-        write_forecast(&found, args.next, &mut output);
+    if args.orders {
+        return list(args, &orders).await;
     }
-    Ok(output)
+    let reach = args.next.unwrap_or(USUAL_REACH);
+    let found = forecast(&database, &orders, reach).await?;
+    Ok(CommandOutcome::of(&found, args.json, |found, to| write_forecast(found, reach, to)))
+}
+
+async fn list(args: ForecastArgs, orders: &OrdersTable) -> anyhow::Result<CommandOutcome> {
+    let WhichOrders { from, until, text, after, limit } = args.which;
+    let from = match (from, args.next) {
+        (None, Some(_)) => Some(orders.now().await.map_err(DatabaseError)?),
+        (from, _) => from,
+    };
+    let until = until.or_else(|| Some(from? + args.next?));
+    let query = OrdersQuery { from, until, text, after, limit: limit.unwrap_or(100).into() };
+    Ok(CommandOutcome::of(&due_orders(orders, query).await?, args.json, write_orders))
+}
+
+fn write_orders(page: &DueOrders, to: &mut CommandOutcome) {
+    if page.orders.is_empty() {
+        to.line(format!("nothing found that falls due from {} until {}", page.from, page.until));
+    } else {
+        to.line(format!("{:<27}  {:<36}  {:>16}  {:>6}", "DEADLINE", "ORDER", "AMOUNT", "UNITS"));
+    }
+    for DueOrder { order_id, deadline, money, units } in &page.orders {
+        let money = money.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        let units = units.map_or_else(|| "-".to_owned(), |units| units.to_string());
+        to.line(format!("{:<27}  {order_id:<36}  {money:>16}  {units:>6}", write_rfc3339(*deadline)));
+    }
+    if let Some(next) = &page.next {
+        let shown = page.orders.len();
+        to.line(format!(
+            "{shown} shown; there may be more: the same again, with --from {} --until {} --after {next}",
+            page.from, page.until
+        ));
+    }
+    to.not_known(&page.not_known);
 }
 
 fn write_forecast(found: &Forecast, reach: Duration, to: &mut CommandOutcome) {
@@ -65,9 +124,7 @@ fn write_forecast(found: &Forecast, reach: Duration, to: &mut CommandOutcome) {
             to.line(part_in_words(part));
         }
     }
-    for NotKnown { what, why } in &found.not_known {
-        to.line(format!("not known: {what}: {why}"));
-    }
+    to.not_known(&found.not_known);
 }
 
 fn part_in_words(part: &[ForecastMinute]) -> String {

@@ -15,7 +15,6 @@ pub mod late;
 mod operator;
 pub mod parked;
 pub mod pause;
-pub mod pending;
 mod provider;
 pub mod schedule;
 mod schedule_check;
@@ -38,12 +37,14 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::message::read_rfc3339;
 use order_timeout_core::order::{OrderIdError, Timestamp};
 use order_timeout_core::problem::Problem;
+use serde::Serialize;
 
 use crate::config::{DatabaseUse, Settings, SettingsError};
 use crate::operations::forecast::ForecastError;
 use crate::operations::orders_statements;
 use crate::operations::pause_closing::PauseError;
-use crate::operations::pending::PendingError;
+use crate::operations::{NotKnown, Page};
+use crate::postgres::{self, Database, DatabaseError};
 use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
@@ -85,12 +86,11 @@ impl UsageError {
 #[must_use]
 pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
-        let pending = cause.downcast_ref::<PendingError>();
+        let forecast = cause.downcast_ref::<ForecastError>();
         cause.is::<UsageError>()
             || cause.is::<SettingsError>()
             || cause.is::<OrderIdError>()
-            || pending.is_some_and(|fault| !matches!(fault, PendingError::Unknown(_)))
-            || matches!(cause.downcast_ref(), Some(ForecastError::Reach(_)))
+            || forecast.is_some_and(|fault| !matches!(fault, ForecastError::Unknown(_)))
             || matches!(cause.downcast_ref(), Some(PauseError::UnknownKind(..)))
             || matches!(cause.downcast_ref(), Some(ScheduleError::TooFar))
     })
@@ -135,7 +135,6 @@ impl Cli {
             | Command::Status(_)
             | Command::Doctor(_)
             | Command::Explain(_)
-            | Command::Pending(_)
             | Command::Forecast(_)
             | Command::Deadline(_)
             | Command::Close(_)
@@ -178,31 +177,57 @@ impl When {
     }
 }
 
-/// The order of a command.
-#[derive(Debug, Args)]
-#[group(required = true, multiple = false)]
-pub struct Order {
-    /// The order's id, as the orders table has it
-    #[arg(value_name = "ID")]
-    id: Option<String>,
-    /// The same as an option
-    #[arg(long, value_name = "ID")]
-    order_id: Option<String>,
-}
-
-impl Order {
-    fn id(&self) -> &str {
-        let given = self.id.as_deref().or(self.order_id.as_deref());
-        given.unwrap_or_else(|| unreachable!("clap requires one of the two"))
-    }
-}
-
 /// The kind of a command's orders.
 #[derive(Debug, Args)]
 pub struct OfKind {
     /// The kind of the deadline, as the settings name it
     #[arg(long, value_name = "KIND", default_value_t = Kind::ORDER)]
     kind: Kind,
+}
+
+/// How much of a list is shown, and how.
+#[derive(Debug, Args)]
+pub struct ListOptions {
+    /// At most this many
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
+    limit: i64,
+    /// Print one JSON object per line
+    #[arg(long)]
+    json: bool,
+}
+
+impl ListOptions {
+    /// The rows, and how to go on. `none` is said where there are none.
+    fn show<Row: Serialize>(
+        &self,
+        page: &Page<Row>,
+        none: &str,
+        table: impl FnOnce(&[Row], &mut CommandOutcome),
+    ) -> anyhow::Result<CommandOutcome> {
+        let mut output = CommandOutcome::default();
+        if self.json {
+            for row in &page.rows {
+                output.line(serde_json::to_string(row)?);
+            }
+            return Ok(output);
+        }
+        if page.rows.is_empty() {
+            output.line(none);
+            return Ok(output);
+        }
+        table(&page.rows, &mut output);
+        if let Some(next) = &page.next {
+            output.line(format!("there may be more; the next: add --after {next}"));
+        }
+        Ok(output)
+    }
+}
+
+/// The database of a command, with the schema of this version.
+async fn connect(settings: &Settings, connections: u32) -> Result<Database, DatabaseError> {
+    let database = Database::connect(&settings.database, connections).await?;
+    postgres::require_migrated(&database).await?;
+    Ok(database)
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {
@@ -247,6 +272,24 @@ impl CommandOutcome {
     #[must_use]
     pub fn remarks(&self) -> &[String] {
         &self.remarks
+    }
+
+    /// An answer as one JSON object, or as text.
+    fn of<Answer: Serialize>(answer: &Answer, as_json: bool, write: impl FnOnce(&Answer, &mut Self)) -> Self {
+        let mut output = Self::default();
+        if as_json {
+            output.line(serde_json::json!(answer));
+        } else {
+            write(answer, &mut output);
+        }
+        output
+    }
+
+    /// What an answer leaves out.
+    fn not_known(&mut self, entries: &[NotKnown]) {
+        for NotKnown { what, why } in entries {
+            self.line(format!("not known: {what}: {why}"));
+        }
     }
 
     /// Text of our own that holds nothing from outside.
@@ -317,9 +360,8 @@ pub enum Command {
     Doctor(doctor::DoctorArgs),
     /// Tell one order's story in time: what happened when, why it is still open, and what to do
     Explain(explain::ExplainArgs),
-    /// List what falls due, by time and text, page by page
-    Pending(pending::PendingArgs),
-    /// Show how many orders and how much money fall due in the next hours, beside what can be closed in a minute
+    /// Show how many orders and how much money fall due in the next hours, beside what can be closed in a minute; or list
+    /// these orders
     Forecast(forecast::ForecastArgs),
     /// Give an unpaid order, or all that a condition chooses, more time, or less
     Deadline(deadline::DeadlineArgs),
@@ -360,26 +402,7 @@ impl Command {
         match self {
             Self::Schedule(_) | Self::Topology(_) => true,
             Self::Parked(command) => command.publishes(),
-            Self::Setup(_)
-            | Self::Worker(_)
-            | Self::Health(_)
-            | Self::Status(_)
-            | Self::Doctor(_)
-            | Self::Explain(_)
-            | Self::Pending(_)
-            | Self::Forecast(_)
-            | Self::Deadline(_)
-            | Self::Close(_)
-            | Self::Pause(_)
-            | Self::Resume(_)
-            | Self::Late(_)
-            | Self::Closing(_)
-            | Self::Provider(_)
-            | Self::Adopt(_)
-            | Self::Sql(_)
-            | Self::Config(_)
-            | Self::Completions(_)
-            | Self::Man => false,
+            _ => false,
         }
     }
 
@@ -387,7 +410,6 @@ impl Command {
     fn kind(&self) -> Option<&Kind> {
         let of = match self {
             Self::Explain(args) => &args.of,
-            Self::Pending(args) => &args.of,
             Self::Forecast(args) => &args.of,
             Self::Deadline(args) => &args.of,
             Self::Close(args) => &args.of,
@@ -420,13 +442,12 @@ impl Command {
             Self::Status(args) => status::run(&args, settings).await,
             Self::Doctor(args) => doctor::run(args, settings).await,
             Self::Explain(args) => explain::run(&args, settings).await,
-            Self::Pending(args) => pending::run(args, settings).await,
-            Self::Forecast(args) => forecast::run(&args, settings).await,
+            Self::Forecast(args) => forecast::run(args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
             Self::Pause(args) => pause::pause(&args, &settings).await,
             Self::Resume(args) => pause::resume(&args, &settings).await,
-            Self::Topology(args) => Ok(topology::run(&args, settings)),
+            Self::Topology(args) => Ok(topology::run(&args, &settings)),
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Late(command) => late::run(command, settings).await,
             Self::Closing(command) => closing::run(command, settings).await,

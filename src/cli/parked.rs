@@ -8,11 +8,11 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, short_duration};
+use crate::cli::{CommandOutcome, ListOptions, connect, short_duration};
 use crate::config::Settings;
 use crate::operations::parked::{self, Kept, ParkedError, retry_parked};
 use crate::postgres::parked_alarms::{self, Parked, Selection};
-use crate::postgres::{self, Database, Operator};
+use crate::postgres::{Database, Operator};
 use crate::sanitize;
 
 /// The most rows shown of a selection.
@@ -33,19 +33,16 @@ pub enum ParkedCommand {
 
 /// Arguments of `parked list`.
 #[derive(Debug, Args)]
+#[command(after_help = "--json has the whole body of each: body, or body_hex if it is not UTF-8.")]
 pub struct ListArgs {
     /// Only those parked for this reason
     #[arg(long, value_parser = PossibleValuesParser::new(ParkReason::WORDS))]
     reason: Option<String>,
-    /// At most this many
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
-    limit: i64,
     /// Only those after this one: the last id of the previous page
     #[arg(long, value_name = "ID", value_parser = parse_id)]
     after: Option<Uuid>,
-    /// Print one JSON object per line, with the whole body: `body`, or `body_hex` if it is not UTF-8
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    options: ListOptions,
 }
 
 /// Arguments of `parked retry` and `parked drop`.
@@ -117,8 +114,7 @@ impl ParkedCommand {
 /// # Errors
 /// If the database or, for a retry, the broker cannot be used.
 pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
+    let database = connect(&settings, 1).await?;
     match command {
         ParkedCommand::List(args) => list(&database, &args).await,
         ParkedCommand::Retry(args) if args.yes => retry(&database, &settings, &args).await,
@@ -129,32 +125,12 @@ pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<C
 
 async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOutcome> {
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
-    let rows = parked::list(database, &selection, args.after, args.limit).await?.alarms;
-    let mut output = CommandOutcome::default();
-    if args.json {
-        for row in &rows {
-            output.line(serde_json::to_string(row)?);
-        }
-        return Ok(output);
-    }
-    if rows.is_empty() && args.after.is_some() {
-        output.line("nothing more is parked");
-        return Ok(output);
-    }
-    write_table(&rows, &mut output);
-    if let Some(last) = rows.last().filter(|_| i64::try_from(rows.len()).is_ok_and(|shown| shown >= args.limit)) {
-        let (all, shown) = (parked_alarms::count(database, &selection).await.map_err(ParkedError::from)?, rows.len());
-        if args.after.is_some() || all > shown as u64 {
-            output.line(format!("{shown} of {all} shown; the next: add --after {}", last.id));
-        }
-    }
-    Ok(output)
+    let page = parked::list(database, &selection, args.after, args.options.limit).await?;
+    let none = if args.after.is_some() { "nothing more is parked" } else { "nothing is parked" };
+    args.options.show(&page, none, write_table)
 }
 
 fn write_table(rows: &[Parked], output: &mut CommandOutcome) {
-    if rows.is_empty() {
-        return output.line("nothing is parked");
-    }
     output.line(format!(
         "{:<36}  {:<14}  {:<10}  {:>8}  {:>8}  {:<36}  {:<BODY_WIDTH$}  DETAIL",
         "ID", "REASON", "KIND", "AGE", "ATTEMPTS", "ORDER", "BODY"

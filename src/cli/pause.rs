@@ -2,14 +2,13 @@
 
 use clap::Args;
 use order_timeout_core::kind::Kind;
-use serde_json::json;
 
-use crate::cli::CommandOutcome;
 use crate::cli::operator::system_user;
+use crate::cli::{CommandOutcome, connect};
 use crate::config::Settings;
 use crate::operations::name_or_reason;
 use crate::operations::pause_closing::{self, Paused, Resumed};
-use crate::postgres::{self, Database};
+use crate::postgres::Database;
 
 /// Arguments of `pause`.
 #[derive(Debug, Args)]
@@ -61,9 +60,7 @@ impl OfPause {
 
     async fn database(&self, settings: &Settings) -> anyhow::Result<Database> {
         pause_closing::require_known(settings, self.kind.as_ref())?;
-        let database = Database::connect(&settings.database, 1).await?;
-        postgres::require_migrated(&database).await?;
-        Ok(database)
+        Ok(connect(settings, 1).await?)
     }
 }
 
@@ -73,17 +70,12 @@ pub async fn pause(args: &PauseArgs, settings: &Settings) -> anyhow::Result<Comm
     let PauseArgs { why, of } = args;
     let database = of.database(settings).await?;
     let paused = pause_closing::pause(&database, of.kind.as_ref(), why, &of.who()).await?;
-    let mut output = CommandOutcome::default();
-    if of.json {
-        output.line(json!(paused));
-        return Ok(output);
-    }
-    let Paused { began, pauses } = paused;
-    if !began {
-        output.line("it was paused before; nothing changed");
-    }
-    pauses.iter().for_each(|pause| output.line(pause.sentence()));
-    Ok(output)
+    Ok(CommandOutcome::of(&paused, of.json, |Paused { began, pauses }, to| {
+        if !began {
+            to.line("it was paused before; nothing changed");
+        }
+        pauses.iter().for_each(|pause| to.line(pause.sentence()));
+    }))
 }
 
 /// # Errors
@@ -92,27 +84,24 @@ pub async fn resume(args: &ResumeArgs, settings: &Settings) -> anyhow::Result<Co
     let ResumeArgs { why, yes, of } = args;
     let database = of.database(settings).await?;
     let resumed = pause_closing::resume(&database, settings, of.kind.as_ref(), why.as_deref(), &of.who(), *yes).await?;
-    let mut output = CommandOutcome { code: u8::from(!resumed.still_paused.is_empty()), ..CommandOutcome::default() };
-    if of.json {
-        output.line(json!(resumed));
-        return Ok(output);
-    }
-    let Resumed { needs_yes, due, ended, still_paused } = resumed;
+    let code = u8::from(!resumed.still_paused.is_empty());
+    Ok(CommandOutcome { code, ..CommandOutcome::of(&resumed, of.json, write_resumed) })
+}
+
+fn write_resumed(Resumed { needs_yes, due, ended, still_paused }: &Resumed, to: &mut CommandOutcome) {
     if ended.is_empty() && still_paused.is_empty() {
-        output.line("nothing is paused");
+        to.line("nothing is paused");
     }
-    due.iter().filter(|of| of.orders != Some(0)).for_each(|of| output.line(of.sentence()));
-    if needs_yes {
-        still_paused.iter().for_each(|pause| output.line(pause.sentence()));
-        output.line("nothing resumed; add --yes to close these orders");
-        return Ok(output);
+    due.iter().filter(|of| of.orders != Some(0)).for_each(|of| to.line(of.sentence()));
+    if *needs_yes {
+        still_paused.iter().for_each(|pause| to.line(pause.sentence()));
+        return to.line("nothing resumed; add --yes to close these orders");
     }
-    ended.iter().for_each(|pause| output.line(format!("resumed; {}", pause.sentence_when_over())));
-    for pause in &still_paused {
-        output.line(format!(
+    ended.iter().for_each(|pause| to.line(format!("resumed; {}", pause.sentence_when_over())));
+    for pause in still_paused {
+        to.line(format!(
             "{}; it is a pause of all kinds, which `order-timeout resume` without --kind ends",
             pause.sentence()
         ));
     }
-    Ok(output)
 }

@@ -32,47 +32,46 @@ struct OrderFacts {
 /// The check of one order's alarm.
 pub(super) struct ScheduleCheck<'a> {
     order_id: &'a OrderId,
-    kind: &'a Kind,
     settings: &'a Settings,
-    /// What the database has said, or why it has not; `None` if it was not asked yet.
+    /// Whether the settings tell where the order's row is. Statements of the shop's own do not.
+    has_rows: bool,
+    /// What the database has said, or why it has not; `None` if there is none to ask.
     found: Option<Result<OrderFacts, String>>,
 }
 
 impl<'a> ScheduleCheck<'a> {
-    /// Asks nothing yet.
-    pub fn new(order_id: &'a OrderId, kind: &'a Kind, settings: &'a Settings) -> Self {
-        Self { order_id, kind, settings, found: None }
-    }
-
-    /// Refuses an id that no order of the kind can have: a worker would park its alarm.
+    /// Reads the order's row, if the settings tell where it is. Refuses an id that no order of the kind can have: a worker
+    /// would park its alarm.
     ///
     /// # Errors
     /// One sentence.
-    pub async fn refuse_malformed(&mut self) -> anyhow::Result<()> {
-        let order_id = self.order_id;
-        if self.settings.has_default_orders(self.kind) && !is_uuid(order_id.as_str()) {
+    pub async fn of(order_id: &'a OrderId, kind: &Kind, settings: &'a Settings) -> anyhow::Result<Self> {
+        let is_default = settings.has_default_orders(kind);
+        if is_default && !is_uuid(order_id.as_str()) {
             return Err(UsageError::of(format!(
                 "not scheduled: {:?} is no UUID, which the ids of the table orders are; correct it, or name your own table in the settings (kinds.order.table or orders.close_sql) here as well",
                 order_id.as_str()
             )));
         }
-        if self.settings.table_of(self.kind).is_some()
-            && let Some(Ok(OrderFacts { is_malformed: true, .. })) = self.look().await
-        {
+        let has_rows = is_default || settings.table_of(kind).is_some();
+        let found = match has_rows && settings.database.is_given() {
+            true => Some(look(order_id, kind, settings).await),
+            false => None,
+        };
+        if let Some(Ok(OrderFacts { is_malformed: true, .. })) = found {
             return Err(UsageError::of(format!(
-                "not scheduled: {:?} has a form that no id of kinds.{}.table has; write it as that table prints it",
-                order_id.as_str(),
-                self.kind
+                "not scheduled: {:?} has a form that no id of kinds.{kind}.table has; write it as that table prints it",
+                order_id.as_str()
             )));
         }
-        Ok(())
+        Ok(Self { order_id, settings, has_rows, found })
     }
 
     /// The time by the database's clock, which closes the order, if a database is named and answers; else by this
     /// machine's.
-    pub async fn now(&mut self) -> Timestamp {
-        if let Some(Ok(OrderFacts { now, .. })) = self.look().await {
-            return *now;
+    pub async fn now(&self) -> Timestamp {
+        if let Some(Ok(OrderFacts { now, .. })) = self.found {
+            return now;
         }
         // It needs neither the table nor a session of its own.
         let database = &self.settings.database;
@@ -84,7 +83,7 @@ impl<'a> ScheduleCheck<'a> {
     }
 
     /// The time by this machine's clock.
-    pub fn local_now(&self) -> Timestamp {
+    pub fn local_now() -> Timestamp {
         Timestamp::now_by_local_clock()
     }
 
@@ -92,15 +91,13 @@ impl<'a> ScheduleCheck<'a> {
     ///
     /// # Errors
     /// One sentence that says why there is none, and to give it.
-    pub async fn deadline(&mut self) -> anyhow::Result<Timestamp> {
+    pub fn deadline(&self) -> anyhow::Result<Timestamp> {
         const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
         let order_id = self.order_id;
-        if !self.has_rows() {
-            return Err(UsageError::of(format!(
+        match &self.found {
+            None if !self.has_rows => Err(UsageError::of(format!(
                 "the deadline of an order in a table behind your own statements is not read from there; {GIVE_IT}"
-            )));
-        }
-        match self.look().await {
+            ))),
             None => Err(UsageError::of(format!(
                 "no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}"
             ))),
@@ -122,9 +119,9 @@ impl<'a> ScheduleCheck<'a> {
     }
 
     /// One sentence for each problem of an alarm with this deadline.
-    pub async fn remarks(&mut self, deadline: Timestamp) -> Vec<String> {
-        let local_now = self.local_now();
-        match self.look().await {
+    pub fn remarks(&self, deadline: Timestamp) -> Vec<String> {
+        let local_now = Self::local_now();
+        match &self.found {
             None => passed(deadline, local_now),
             Some(Ok(found)) => odd(deadline, found),
             Some(Err(fault)) => {
@@ -132,23 +129,6 @@ impl<'a> ScheduleCheck<'a> {
                 passed(deadline, local_now).into_iter().chain([unread]).collect()
             }
         }
-    }
-
-    /// Whether the settings tell where a row is. Statements of the shop's own do not.
-    fn has_rows(&self) -> bool {
-        self.settings.has_default_orders(self.kind) || self.settings.table_of(self.kind).is_some()
-    }
-
-    /// Asks the database the first time, and repeats its answer after that; `None` if there is none to ask.
-    async fn look(&mut self) -> Option<&Result<OrderFacts, String>> {
-        if !self.has_rows() || !self.settings.database.is_given() {
-            return None;
-        }
-        let found = match self.found.take() {
-            Some(found) => found,
-            None => look(self.order_id, self.kind, self.settings).await,
-        };
-        Some(self.found.insert(found))
     }
 }
 

@@ -1,11 +1,10 @@
 //! `order-timeout sql`: prints the statements in effect.
 
 use clap::Args;
-use serde_json::json;
 
 use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
-use crate::operations::orders_statements;
+use crate::operations::orders_statements::{self, StatementTexts};
 use crate::postgres::Database;
 
 /// Arguments of `sql`.
@@ -23,17 +22,15 @@ pub struct SqlArgs {
 pub async fn run(args: SqlArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
     let texts = orders_statements::texts(&database, &settings, &args.of.kind).await?;
-    let mut outcome = CommandOutcome::default();
-    if args.json {
-        outcome.line(json!(texts));
-        return Ok(outcome);
-    }
+    Ok(CommandOutcome::of(&texts, args.json, write_texts))
+}
+
+fn write_texts(texts: &StatementTexts, to: &mut CommandOutcome) {
     for (name, sql) in [("close", &texts.close), ("overdue", &texts.overdue)] {
-        outcome.lines(format!("-- {name}\n{}\n;\n", sql.trim_end()));
+        to.lines(format!("-- {name}\n{}\n;\n", sql.trim_end()));
     }
     match &texts.deadline {
-        Some(sql) => outcome.lines(format!("-- deadline\n{}\n;", sql.trim_end())),
-        None => outcome.line("-- deadline: it cannot be moved by a statement"),
+        Some(sql) => to.lines(format!("-- deadline\n{}\n;", sql.trim_end())),
+        None => to.line("-- deadline: it cannot be moved by a statement"),
     }
-    Ok(outcome)
 }

@@ -1,16 +1,13 @@
 //! `order-timeout status`: what the deployment is doing, as text or JSON.
 
 use clap::Args;
-use serde_json::json;
 
-use crate::cli::{CommandOutcome, short_duration};
+use crate::cli::{CommandOutcome, connect, short_duration};
 use crate::config::Settings;
-use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::status::{Outbox, Overdue, OverdueOfKind, ParkedForReason, RegisteredWorker, Status, status};
 use crate::operations::unresolved::{UnresolvedForReason, WaitingAtProvider};
-use crate::postgres::{self, Database, DatabaseError, one_line};
 
 /// Arguments of `status`.
 #[derive(Debug, Args)]
@@ -23,21 +20,13 @@ pub struct StatusArgs {
 /// # Errors
 /// If the database cannot be used.
 pub async fn run(args: &StatusArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let database = Database::connect(&settings.database, 1).await?;
-    postgres::require_migrated(&database).await?;
+    let database = connect(&settings, 1).await?;
     let mut tables = Vec::new();
     for kind in settings.all_kinds() {
         let table = OrdersTable::open(database.clone(), &settings, &kind).await;
         tables.push((kind, table.map_err(|error| error.to_string())));
     }
-    let status = status(&database, &tables).await.map_err(|error| DatabaseError(one_line(&error)))?;
-    let mut output = CommandOutcome::default();
-    if args.json {
-        output.line(json!(status));
-    } else {
-        write_status(&status, &mut output);
-    }
-    Ok(output)
+    Ok(CommandOutcome::of(&status(&database, &tables).await?, args.json, write_status))
 }
 
 fn write_status(status: &Status, to: &mut CommandOutcome) {
@@ -76,9 +65,7 @@ fn write_status(status: &Status, to: &mut CommandOutcome) {
     if status.workers.as_ref().is_some_and(Vec::is_empty) {
         entry("workers", "none".to_owned());
     }
-    for NotKnown { what, why } in &status.not_known {
-        to.line(format!("not known: {what}: {why}"));
-    }
+    to.not_known(&status.not_known);
 }
 
 fn age(seconds: f64) -> String {

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use order_timeout_core::order::ClosedBy;
-use serde::Serialize;
 
 /// Minutes that are kept.
 const MINUTES: u64 = 60;
@@ -103,7 +102,7 @@ pub fn read_as_one(hour: &SharedLastHour, now: Instant) -> Option<ClosedMinute> 
 }
 
 /// What was closed in a minute, and how late. Lateness is commit time minus deadline.
-#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ClosedMinute {
     /// Minutes before now: 0 is the current one.
     pub minutes_ago: u64,
@@ -115,14 +114,11 @@ pub struct ClosedMinute {
     pub sweep: u64,
     /// Orders closed after their payment providers were asked. How late that was is not known here.
     pub asked: u64,
-    /// Half of them were closed at most this late, in milliseconds; absent if no lateness is known.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Half of them were closed at most this late, in milliseconds; `None` if no lateness is known.
     pub p50_ms: Option<f64>,
     /// 99 of 100 were.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub p99_ms: Option<f64>,
     /// All were.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_ms: Option<f64>,
 }
 

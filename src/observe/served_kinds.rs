@@ -49,11 +49,9 @@ impl ServedKinds {
         self.kinds.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What was closed in each minute of the last hour: of this kind, or of all of them together.
+    /// What was closed in each minute of the last hour, of all kinds together.
     #[must_use]
-    pub fn last_hour(&self, kind: Option<&Kind>, now: Instant) -> Vec<ClosedMinute> {
-        let listed = self.list();
-        let chosen = listed.iter().filter(|served| kind.is_none_or(|kind| served.kind == *kind));
-        read_together(chosen.map(|served| &served.last_hour), now)
+    pub fn last_hour(&self, now: Instant) -> Vec<ClosedMinute> {
+        read_together(self.list().iter().map(|served| &served.last_hour), now)
     }
 }

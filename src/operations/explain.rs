@@ -19,7 +19,7 @@ use super::orders_table::due::Money;
 use super::orders_table::{OrdersTable, RowDates};
 use super::{NotKnown, known};
 use crate::postgres::closing_pauses::{self, EndedPause, Pause};
-use crate::postgres::{Database, one_line};
+use crate::postgres::{Database, DatabaseError, one_line};
 
 /// Pauses that are read at most.
 const MOST_PAUSES: i64 = 100;
@@ -95,14 +95,15 @@ impl Source {
 /// Tells the story of an order of this kind.
 ///
 /// # Errors
-/// sqlx's, if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
+/// [`DatabaseError`], if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
 pub async fn explain(
     database: &Database,
     orders: &OrdersTable,
     kind: &Kind,
     order_id: &OrderId,
-) -> Result<Explanation, sqlx::Error> {
-    let mut story = order_story::read(database, orders, kind, order_id).await?;
+) -> Result<Explanation, DatabaseError> {
+    let story = order_story::read(database, orders, kind, order_id).await;
+    let mut story = story.map_err(|error| DatabaseError(one_line(&error)))?;
     let dates = known("dates", orders.dates(order_id).await, &mut story.not_known).flatten();
     let attempts = known("payment attempts", attempts(database, order_id).await, &mut story.not_known);
     let actions = known("operators' actions", actions(database, kind, order_id).await, &mut story.not_known);

@@ -4,21 +4,20 @@
 //! Only orders in the default table can be reopened: what a closed order of a shop's own table needs is not known here.
 
 use std::fmt;
-use std::num::NonZeroU32;
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::write_rfc3339;
 use serde::Serialize;
 use sqlx::postgres::PgRow;
 use sqlx::{Connection, PgConnection, Row};
-use tokio::time::{MissedTickBehavior, interval};
-use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::orders_table::due::Money;
-use super::paced::pace;
-use super::unresolved;
-use crate::postgres::{Database, DatabaseError, ErrorClass, Operator, classify, one_line};
+use super::{Page, unresolved};
+use crate::postgres::{Database, DatabaseError, Operator, unusable};
+
+/// Pieces that one statement settles: it locks their rows.
+const MOST_AT_ONCE: usize = 400;
 
 /// A piece of money that paid for nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
@@ -76,31 +75,21 @@ pub async fn open_by_currency(database: &Database) -> Result<Vec<OpenLateMoney>,
     rows.iter().map(read).collect()
 }
 
-/// A page of the list, in the order in which the money was recorded.
-#[derive(Debug, Clone, Copy)]
-pub struct LatePage {
-    /// Also what is settled.
-    pub with_settled: bool,
-    /// Only those with a greater id.
-    pub after: i64,
-    /// At most this many.
-    pub limit: i64,
-}
-
-/// Lists late money.
+/// A page of late money behind the piece `after`, in the order in which it was recorded; with `all` also what is settled.
 ///
 /// # Errors
-/// sqlx's.
-pub async fn list(database: &Database, page: &LatePage) -> Result<Vec<LatePayment>, sqlx::Error> {
+/// [`DatabaseError`].
+pub async fn list(database: &Database, all: bool, after: i64, limit: i64) -> Result<Page<LatePayment>, DatabaseError> {
     // Two statements, so that each has an index with its rows in order.
-    let select = if page.with_settled {
+    let select = if all {
         "SELECT * FROM late_payments WHERE id > $1 ORDER BY id LIMIT $2"
     } else {
         "SELECT * FROM late_payments WHERE state = 'open' AND id > $1 ORDER BY id LIMIT $2"
     };
-    let select = sqlx::query(select).bind(page.after).bind(page.limit);
-    let rows = database.run(async |connection: &mut PgConnection| select.fetch_all(connection).await).await?;
-    rows.iter().map(read_late).collect()
+    let select = sqlx::query(select).bind(after).bind(limit);
+    let rows = database.run(async |connection: &mut PgConnection| select.fetch_all(connection).await).await;
+    let payments = rows.and_then(|rows| rows.iter().map(read_late).collect()).map_err(|error| unavailable(&error))?;
+    Ok(Page::of(payments, limit, |last: &LatePayment| last.id.to_string()))
 }
 
 fn read_late(row: &PgRow) -> Result<LatePayment, sqlx::Error> {
@@ -146,65 +135,30 @@ const REFUND_DUE: &str = "
 /// Settles these as due to be given back, and announces each. Returns those that were open.
 ///
 /// # Errors
-/// sqlx's; none is settled then.
-pub async fn refund_due(database: &Database, ids: &[i64], operator: &Operator) -> Result<Vec<i64>, sqlx::Error> {
-    let settle = sqlx::query_scalar(REFUND_DUE).bind(ids).bind(&operator.who).bind(&operator.why).bind(operator.run);
-    database.run(async |connection: &mut PgConnection| settle.fetch_all(connection).await).await
+/// [`DatabaseError`]; those of the batches before are settled.
+pub async fn refund_due(database: &Database, ids: &[i64], operator: &Operator) -> Result<Vec<i64>, DatabaseError> {
+    let mut settled = Vec::new();
+    for batch in ids.chunks(MOST_AT_ONCE) {
+        let settle = sqlx::query_scalar::<_, i64>(REFUND_DUE);
+        let settle = settle.bind(batch).bind(&operator.who).bind(&operator.why).bind(operator.run);
+        let done = database.run(async |connection: &mut PgConnection| settle.fetch_all(connection).await).await;
+        settled.extend(done.map_err(|error| unavailable(&error))?);
+    }
+    Ok(settled)
 }
 
-/// What became of a run that settles all.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct SettledAll {
-    /// How many it has settled.
-    pub settled: usize,
-    /// Whether it ended before all were settled.
-    pub interrupted: bool,
-}
-
-/// Settles everything that is open when it begins as due to be given back, at most `rate` a second. `stop` takes effect
-/// between two batches.
+/// The pieces that are open.
 ///
 /// # Errors
-/// sqlx's; the batches before are settled.
-pub async fn refund_all_due(
-    database: &Database,
-    operator: &Operator,
-    rate: NonZeroU32,
-    stop: &CancellationToken,
-) -> Result<SettledAll, sqlx::Error> {
-    let (size, every) = pace(rate);
-    let mut ticks = interval(every);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let newest: i64 = database
-        .run(async |connection: &mut PgConnection| {
-            let newest = sqlx::query_scalar("SELECT coalesce(max(id), 0) FROM late_payments WHERE state = 'open'");
-            newest.fetch_one(connection).await
-        })
-        .await?;
-    let (mut done, mut after) = (SettledAll::default(), 0);
-    loop {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return Ok(SettledAll { interrupted: true, ..done }),
-            _ = ticks.tick() => {}
-        }
-        let page = LatePage { with_settled: false, after, limit: i64::try_from(size).unwrap_or(i64::MAX) };
-        let mut ids: Vec<i64> = list(database, &page).await?.into_iter().map(|late| late.id).collect();
-        ids.retain(|id| *id <= newest);
-        let Some(last) = ids.last() else { return Ok(done) };
-        after = *last;
-        done.settled += refund_due(database, &ids, operator).await?.len();
-    }
+/// [`DatabaseError`].
+pub async fn open(database: &Database) -> Result<Vec<i64>, DatabaseError> {
+    let select = sqlx::query_scalar("SELECT id FROM late_payments WHERE state = 'open' ORDER BY id");
+    let open = database.run(async |connection: &mut PgConnection| select.fetch_all(connection).await).await;
+    open.map_err(|error| unavailable(&error))
 }
 
-/// The sentence for an operator about an error of these use cases. What failed has changed nothing.
-#[must_use]
-pub fn unavailable(error: sqlx::Error) -> DatabaseError {
-    let fix = match classify(&error) {
-        ErrorClass::Locked | ErrorClass::Transient => "another session holds the order or its stock, try again",
-        _ => "fix the database and try again",
-    };
-    DatabaseError(format!("late payments cannot be read or changed: {}; {fix}", one_line(&error)))
+fn unavailable(error: &sqlx::Error) -> DatabaseError {
+    unusable("late payments", error)
 }
 
 /// An order that is paid by late money after its close.
@@ -219,7 +173,7 @@ pub struct ReopenedOrder {
 }
 
 /// Why an order cannot be reopened. Nothing was changed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum ReopenError {
     /// No late money has this id.
     #[error("there is no late payment {0}; `order-timeout late list` shows those that are open")]
@@ -276,6 +230,9 @@ pub enum ReopenError {
         /// What lacks.
         lacks: Vec<Lack>,
     },
+    /// The database failed.
+    #[error("{}", unavailable(.0))]
+    Database(#[from] sqlx::Error),
 }
 
 /// An article or a resource of which too little is left.
@@ -327,46 +284,31 @@ struct Piece {
 /// suffice; takes everything that the order had reserved again. All in one transaction, or nothing.
 ///
 /// # Errors
-/// sqlx's.
-pub async fn reopen(
-    database: &Database,
-    id: i64,
-    operator: &Operator,
-) -> Result<Result<ReopenedOrder, ReopenError>, sqlx::Error> {
+/// [`ReopenError`].
+pub async fn reopen(database: &Database, id: i64, operator: &Operator) -> Result<ReopenedOrder, ReopenError> {
     let work = async |connection: &mut PgConnection| {
         let mut transaction = connection.begin().await?;
-        let reopened = reopen_in(&mut transaction, id, operator).await?;
-        match &reopened {
-            Ok(_) => transaction.commit().await?,
-            Err(_) => transaction.rollback().await?,
+        match reopen_in(&mut transaction, id, operator).await {
+            Ok(reopened) => transaction.commit().await.map(|()| Ok(reopened)),
+            Err(ReopenError::Database(error)) => Err(error),
+            Err(why) => transaction.rollback().await.map(|()| Err(why)),
         }
-        Ok(reopened)
     };
-    database.run(work).await
+    database.run(work).await?
 }
 
-async fn reopen_in(
-    connection: &mut PgConnection,
-    id: i64,
-    operator: &Operator,
-) -> Result<Result<ReopenedOrder, ReopenError>, sqlx::Error> {
+async fn reopen_in(connection: &mut PgConnection, id: i64, operator: &Operator) -> Result<ReopenedOrder, ReopenError> {
     let late: Option<(String, String)> = sqlx::query_as("SELECT order_id, currency FROM late_payments WHERE id = $1")
         .bind(id)
         .fetch_optional(&mut *connection)
         .await?;
-    let Some((order_id, currency)) = late else { return Ok(Err(ReopenError::Unknown(id))) };
+    let (order_id, currency) = late.ok_or(ReopenError::Unknown(id))?;
     // The order first, then its money, then stock: in the order in which a payment locks them.
-    let order = match lock_order(connection, &order_id, &currency).await? {
-        Ok(order) => order,
-        Err(why) => return Ok(Err(why)),
-    };
-    let pieces = match choose_pieces(connection, id, &order, &order_id, &currency).await? {
-        Ok(pieces) => pieces,
-        Err(why) => return Ok(Err(why)),
-    };
+    let order = lock_order(connection, &order_id, &currency).await?;
+    let pieces = choose_pieces(connection, id, &order, &order_id, &currency).await?;
     let lacks = lock_reserved(connection, order.id).await?;
     if !lacks.is_empty() {
-        return Ok(Err(ReopenError::NotAvailable { order_id: order.id, lacks }));
+        return Err(ReopenError::NotAvailable { order_id: order.id, lacks });
     }
     take_reserved(connection, order.id).await?;
     let paid: i64 = pieces.iter().map(|piece| piece.amount_minor).sum();
@@ -380,14 +322,10 @@ async fn reopen_in(
     }
     let late_payments: Vec<i64> = pieces.iter().map(|piece| piece.id).collect();
     announce_reopened(connection, order.id, &late_payments, (counted, &currency), operator).await?;
-    Ok(Ok(ReopenedOrder { order_id: order.id, late_payments, surplus_minor }))
+    Ok(ReopenedOrder { order_id: order.id, late_payments, surplus_minor })
 }
 
-async fn lock_order(
-    connection: &mut PgConnection,
-    order_id: &str,
-    currency: &str,
-) -> Result<Result<LockedOrder, ReopenError>, sqlx::Error> {
+async fn lock_order(connection: &mut PgConnection, order_id: &str, currency: &str) -> Result<LockedOrder, ReopenError> {
     let row = sqlx::query(
         "SELECT id, status::text AS status, amount_minor, currency FROM orders
          WHERE id = default_order_key($1) FOR NO KEY UPDATE",
@@ -395,16 +333,16 @@ async fn lock_order(
     .bind(order_id)
     .fetch_optional(connection)
     .await?;
-    let Some(row) = row else { return Ok(Err(ReopenError::NoOrder(order_id.to_owned()))) };
+    let row = row.ok_or_else(|| ReopenError::NoOrder(order_id.to_owned()))?;
     let (id, status): (Uuid, String) = (row.try_get("id")?, row.try_get("status")?);
     if status != "closed" {
-        return Ok(Err(ReopenError::NotClosed { order_id: id, status }));
+        return Err(ReopenError::NotClosed { order_id: id, status });
     }
     let costs: Option<String> = row.try_get("currency")?;
     if let Some(costs) = costs.filter(|costs| costs != currency) {
-        return Ok(Err(ReopenError::OtherCurrency { order_id: id, paid: currency.to_owned(), costs }));
+        return Err(ReopenError::OtherCurrency { order_id: id, paid: currency.to_owned(), costs });
     }
-    Ok(Ok(LockedOrder { id, amount_minor: row.try_get("amount_minor")? }))
+    Ok(LockedOrder { id, amount_minor: row.try_get("amount_minor")? })
 }
 
 /// The given piece first, and then the order's others until its price is covered.
@@ -414,7 +352,7 @@ async fn choose_pieces(
     order: &LockedOrder,
     order_id: &str,
     currency: &str,
-) -> Result<Result<Vec<Piece>, ReopenError>, sqlx::Error> {
+) -> Result<Vec<Piece>, ReopenError> {
     let rows = sqlx::query(
         "SELECT id, provider, reference, amount_minor, state, reason FROM late_payments
          WHERE order_id = $1 AND currency = $2 AND (state = 'open' AND reason <> 'other_order' OR id = $3)
@@ -429,10 +367,10 @@ async fn choose_pieces(
     for row in &rows {
         let state: String = row.try_get("state")?;
         if state != "open" {
-            return Ok(Err(ReopenError::Settled { id, state }));
+            return Err(ReopenError::Settled { id, state });
         }
         if row.try_get::<&str, _>("reason")? == "other_order" {
-            return Ok(Err(ReopenError::OtherOrder(id)));
+            return Err(ReopenError::OtherOrder(id));
         }
         let is_covered = order.amount_minor.is_none_or(|amount| paid >= amount);
         if !pieces.is_empty() && is_covered {
@@ -449,9 +387,9 @@ async fn choose_pieces(
     }
     match order.amount_minor {
         Some(amount) if amount > paid => {
-            Ok(Err(ReopenError::TooLittle { order_id: order.id, missing_minor: amount - paid }))
+            Err(ReopenError::TooLittle { order_id: order.id, missing_minor: amount - paid })
         }
-        _ => Ok(Ok(pieces)),
+        _ => Ok(pieces),
     }
 }
 

@@ -19,7 +19,6 @@ pub mod orders_table;
 pub mod paced;
 pub mod parked;
 pub mod pause_closing;
-pub mod pending;
 pub mod preview;
 pub mod recent_closes;
 pub mod reminders;
@@ -27,6 +26,25 @@ pub mod status;
 pub mod unresolved;
 
 use serde::Serialize;
+
+/// A page of a list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Page<Row> {
+    /// In the list's order.
+    pub rows: Vec<Row>,
+    /// The parameter `after` of the next page; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
+}
+
+impl<Row> Page<Row> {
+    /// Rows of which at most `limit` were asked for. A page that is full may be followed by an empty one.
+    fn of(rows: Vec<Row>, limit: i64, place: impl Fn(&Row) -> String) -> Self {
+        let is_full = i64::try_from(rows.len()).is_ok_and(|shown| shown >= limit);
+        let next = rows.last().filter(|_| is_full).map(place);
+        Self { rows, next }
+    }
+}
 
 /// Something that an answer leaves out, because it cannot be known. It is never shown as zero.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
@@ -55,6 +73,15 @@ pub fn name_or_reason(text: &str) -> Result<String, String> {
         _ if text.contains('\0') => Err("it contains a NUL character; leave that out".into()),
         _ => Ok(text.to_owned()),
     }
+}
+
+/// A text that a database can keep.
+///
+/// # Errors
+/// One sentence, if it is too long or has a character that Postgres does not keep.
+pub fn plain_text(text: &str) -> Result<String, &'static str> {
+    let fits = text.chars().count() <= 200 && !text.contains('\0');
+    fits.then(|| text.to_owned()).ok_or("it is longer than 200 characters or contains a NUL character")
 }
 
 /// The answer, or `None` and an entry in the list of what is not known.

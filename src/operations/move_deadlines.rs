@@ -5,7 +5,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use order_timeout_client::postgres::Timestamptz;
+use order_timeout_client::postgres::{MoveDeadlineError, Moved, Timestamptz, move_deadline_by};
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde::Serialize;
 use sqlx::postgres::PgRow;
@@ -150,6 +150,32 @@ pub async fn move_deadlines(
     rows.iter().map(read_moved).collect()
 }
 
+/// Moves the deadline of an order in a mapped table, which has no history of ours. `None`: there is no such order.
+///
+/// # Errors
+/// [`MoveDeadlineError`].
+pub async fn move_in_mapped_table(
+    database: &Database,
+    statement: &str,
+    order_id: &OrderId,
+    deadline: Timestamp,
+) -> Result<Option<MovedOrder>, MoveDeadlineError> {
+    let moved =
+        database.run(async |connection| match move_deadline_by(connection, statement, order_id, deadline).await {
+            // For the pool, which adds the server's address to an error of the connection.
+            Err(MoveDeadlineError::Database(error)) => Err(error),
+            moved => Ok(moved),
+        });
+    let moved_to = |outcome| (outcome, "unpaid".to_owned(), None, Some(deadline));
+    let (outcome, status, before, moved_to) = match moved.await.map_err(MoveDeadlineError::from)?? {
+        Moved::Later => moved_to(MoveOutcome::Later),
+        Moved::Earlier => moved_to(MoveOutcome::Earlier),
+        Moved::Unchanged { status, deadline } => (MoveOutcome::NotUnpaid, status, Some(deadline), None),
+        Moved::Unknown => return Ok(None),
+    };
+    Ok(Some(MovedOrder { order_id: order_id.clone(), outcome, status, before, wanted: Some(deadline), moved_to }))
+}
+
 /// Whether this run has moved a deadline.
 ///
 /// # Errors
@@ -169,8 +195,8 @@ pub async fn move_many(
     stop: &CancellationToken,
     each: impl FnMut(&Progress),
 ) -> Progress {
-    // The statement waits for locks as long as database.lock_timeout says, in the second round as in the first.
-    in_batches(ids, rate, stop, async |batch, _| move_batch(database, batch, request).await, each).await
+    // The statement waits for locks as long as database.lock_timeout says, in the last round as in the first.
+    in_batches(ids, rate, stop, async |batch| move_batch(database, batch, request).await, each).await
 }
 
 async fn move_batch(database: &Database, batch: &[OrderId], request: &Move) -> BatchOutcomes {

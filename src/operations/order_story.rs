@@ -13,9 +13,10 @@ use uuid::Uuid;
 
 use super::open_cause::{Facts, Open, is_open, is_overdue, why_open};
 use super::orders_table::{OrderRow, OrdersTable, is_uuid};
+use super::pause_closing::lasting;
 use super::status::workers;
 use super::{NotKnown, known};
-use crate::postgres::closing_pauses::{self, Pause};
+use crate::postgres::closing_pauses::Pause;
 use crate::postgres::{self, Database, one_line};
 
 /// The newest rows of each table that are read.
@@ -199,7 +200,7 @@ pub(super) async fn read(
     let events = known("events", events(database, kind, order_id).await, &mut not_known);
     let parked = known("parked", parked(database, kind, order_id).await, &mut not_known);
     let claim = known("claim", claim(database, kind, order_id).await, &mut not_known).flatten();
-    let paused = known("paused", paused(database, kind).await, &mut not_known);
+    let paused = known("paused", lasting(database, Some(kind)).await, &mut not_known);
     let history = known("history", history(database, kind, order_id).await, &mut not_known);
     let row = found.as_ref().and_then(Option::as_ref);
     let mut open_cause = None;
@@ -365,11 +366,6 @@ async fn claim(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<O
         })
     };
     Ok(scan(database, select, Some(kind), order_id, read).await?.pop())
-}
-
-async fn paused(database: &Database, kind: &Kind) -> Result<Vec<Pause>, String> {
-    let read = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await);
-    read.await.map_err(|error| one_line(&error))
 }
 
 async fn history(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<HistoryRow>, String> {

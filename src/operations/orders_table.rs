@@ -77,8 +77,6 @@ pub struct OverdueOrders {
 pub struct Choice {
     /// A condition on the columns of the orders table.
     pub condition: String,
-    /// An expression of these columns that is added up, such as the orders' total.
-    pub amount: Option<String>,
     /// Leaves out orders that this run has changed already.
     pub not_changed_by: Option<Uuid>,
 }
@@ -94,8 +92,6 @@ pub struct ChosenOrders {
     pub items: u64,
     /// Their quantities added up: what the orders reserve of the stock.
     pub units: i64,
-    /// The sum of the expression, as Postgres prints it; `None` if there was none, or no order has a value.
-    pub amount: Option<String>,
 }
 
 /// One of the chosen orders.
@@ -293,7 +289,6 @@ impl OrdersTable {
     /// One sentence that says what is wrong with the condition.
     pub async fn choose(&self, choice: &Choice) -> Result<ChosenOrders, DatabaseError> {
         self.is_default("which orders a condition chooses").map_err(DatabaseError)?;
-        let mut asked = "--where";
         let chosen = self.database.run(async |connection| {
             let mut transaction = connection.begin().await?;
             // Unlike a worker's statements, the operator's have no index of ours.
@@ -306,16 +301,11 @@ impl OrdersTable {
             let orders = choose_orders(&mut transaction, choice).await?;
             let ids: Vec<&str> = orders.iter().map(|order| order.id.as_str()).collect();
             let (items, units) = count_items(&mut transaction, &ids).await?;
-            asked = "--amount";
-            let amount = match &choice.amount {
-                Some(amount) => add_up(&mut transaction, amount, &ids).await?,
-                None => None,
-            };
             let now = postgres::now(&mut transaction).await?;
             transaction.rollback().await?;
-            Ok(ChosenOrders { orders, now, items, units, amount })
+            Ok(ChosenOrders { orders, now, items, units })
         });
-        chosen.await.map_err(|error| why_not_chosen(asked, &error))
+        chosen.await.map_err(|error| why_not_chosen(&error))
     }
 
     fn is_default(&self, what: &str) -> Result<(), Unknown> {
@@ -400,12 +390,7 @@ async fn count_items(connection: &mut PgConnection, ids: &[&str]) -> Result<(u64
     Ok((items.unsigned_abs(), units))
 }
 
-async fn add_up(connection: &mut PgConnection, amount: &str, ids: &[&str]) -> Result<Option<String>, sqlx::Error> {
-    let select = format!("SELECT sum((\n{amount}\n)::numeric)::text FROM orders WHERE id = ANY ($1::text[]::uuid[])");
-    sqlx::query_scalar(AssertSqlSafe(select)).bind(ids).fetch_one(connection).await
-}
-
-fn why_not_chosen(asked: &str, error: &sqlx::Error) -> DatabaseError {
+fn why_not_chosen(error: &sqlx::Error) -> DatabaseError {
     let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
     let fix = match code.as_deref() {
         // query_canceled
@@ -415,11 +400,11 @@ fn why_not_chosen(asked: &str, error: &sqlx::Error) -> DatabaseError {
         // read_only_sql_transaction
         Some("25006") => "the selection may only read",
         Some(code) if ["22", "42"].contains(&&code[..2]) => {
-            "write a condition or an expression of the columns of the table orders, such as --where \"channel = 'app'\""
+            "write a condition on the columns of the table orders, such as --where \"channel = 'app'\""
         }
         _ => "nothing was changed; fix the database and try again",
     };
-    DatabaseError(format!("{asked} cannot be used: {}; {fix}", one_line(error)))
+    DatabaseError(format!("--where cannot be used: {}; {fix}", one_line(error)))
 }
 
 #[cfg(test)]

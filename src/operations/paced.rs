@@ -90,36 +90,26 @@ impl Progress {
     }
 }
 
-/// Whether the change of a batch may wait for another session's lock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Waits {
-    /// It was not stopped.
-    No,
-    /// Once all others are done.
-    Yes,
-}
-
 /// Changes the orders, at most `rate` a second; those that are busy once more at the end. `each` is told the progress
 /// after each batch. `stop` takes effect between two batches.
 pub async fn in_batches(
     ids: &[OrderId],
     rate: NonZeroU32,
     stop: &CancellationToken,
-    mut change: impl AsyncFnMut(&[OrderId], Waits) -> BatchOutcomes,
+    mut change: impl AsyncFnMut(&[OrderId]) -> BatchOutcomes,
     mut each: impl FnMut(&Progress),
 ) -> Progress {
     let (size, every) = pace(rate);
     let mut ticks = interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut progress, mut busy) = (Progress { left: ids.len(), ..Progress::default() }, Vec::new());
-    let rounds = [Waits::No, Waits::Yes];
-    for waits in rounds {
-        let round = if waits == Waits::No { ids.to_vec() } else { std::mem::take(&mut busy) };
+    for is_last in [false, true] {
+        let round = if is_last { std::mem::take(&mut busy) } else { ids.to_vec() };
         for batch in round.chunks(size) {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => progress.stopped = Some("interrupted".to_owned()),
-                _ = ticks.tick() => change_batch(batch, waits, &mut change, &mut progress, &mut busy).await,
+                _ = ticks.tick() => change_batch(batch, is_last, &mut change, &mut progress, &mut busy).await,
             }
             if progress.stopped.is_some() {
                 return progress;
@@ -131,63 +121,48 @@ pub async fn in_batches(
 }
 
 /// How many orders are in a batch, and the time between two batches.
-pub(super) fn pace(rate: NonZeroU32) -> (usize, Duration) {
+fn pace(rate: NonZeroU32) -> (usize, Duration) {
     let size = rate.get().div_ceil(BATCHES_PER_SECOND).min(MOST_AT_ONCE);
     (usize::try_from(size).unwrap_or(1), Duration::from_secs(1) * size / rate.get())
 }
 
 async fn change_batch(
     batch: &[OrderId],
-    waits: Waits,
-    change: &mut impl AsyncFnMut(&[OrderId], Waits) -> BatchOutcomes,
+    is_last: bool,
+    change: &mut impl AsyncFnMut(&[OrderId]) -> BatchOutcomes,
     progress: &mut Progress,
     busy: &mut Vec<OrderId>,
 ) {
-    let outcomes = change(batch, waits).await;
+    let outcomes = change(batch).await;
     if batch.len() > 1 && matches!(outcomes, Err(BatchError::Busy(_) | BatchError::Failed(_))) {
         for order in batch {
-            let outcome = change(std::slice::from_ref(order), waits).await;
-            take(std::slice::from_ref(order), waits, outcome, progress, busy);
+            let outcome = change(std::slice::from_ref(order)).await;
+            take(std::slice::from_ref(order), is_last, outcome, progress, busy);
             if progress.stopped.is_some() {
                 return;
             }
         }
         return;
     }
-    take(batch, waits, outcomes, progress, busy);
+    take(batch, is_last, outcomes, progress, busy);
 }
 
-/// Counts the outcomes of a batch, or of its only order.
-fn take(batch: &[OrderId], waits: Waits, outcomes: BatchOutcomes, progress: &mut Progress, busy: &mut Vec<OrderId>) {
+/// Counts the outcomes of a batch, or of its only order. A busy one is left for the last round; after that it is busy.
+fn take(batch: &[OrderId], is_last: bool, outcomes: BatchOutcomes, progress: &mut Progress, busy: &mut Vec<OrderId>) {
     match outcomes {
         Err(BatchError::Unavailable(why)) => progress.stopped = Some(why),
+        Err(BatchError::Busy(_)) if !is_last => busy.extend_from_slice(batch),
+        Err(BatchError::Busy(_)) => {
+            progress.left = progress.left.saturating_sub(batch.len());
+            batch.iter().for_each(|_| progress.note(BUSY));
+        }
         Err(BatchError::Failed(why)) => {
-            progress.left -= batch.len();
+            progress.left = progress.left.saturating_sub(batch.len());
             batch.iter().for_each(|order| progress.fail(order, why.clone()));
         }
-        Err(BatchError::Busy(_)) => {
-            batch.iter().for_each(|order| take_busy(order, waits, progress, busy));
-        }
         Ok(outcomes) => {
-            for (order, outcome) in outcomes {
-                if outcome == BUSY {
-                    take_busy(&order, waits, progress, busy);
-                } else {
-                    progress.left = progress.left.saturating_sub(1);
-                    progress.note(outcome);
-                }
-            }
-        }
-    }
-}
-
-/// Leaves it for the round that waits; after that it is busy.
-fn take_busy(order: &OrderId, waits: Waits, progress: &mut Progress, busy: &mut Vec<OrderId>) {
-    match waits {
-        Waits::No => busy.push(order.clone()),
-        Waits::Yes => {
-            progress.left = progress.left.saturating_sub(1);
-            progress.note(BUSY);
+            progress.left = progress.left.saturating_sub(outcomes.len());
+            outcomes.into_iter().for_each(|(_, outcome)| progress.note(outcome));
         }
     }
 }
@@ -204,7 +179,7 @@ mod tests {
         batch.iter().map(|id| (id.clone(), outcome)).collect()
     }
 
-    async fn run(count: usize, change: impl AsyncFnMut(&[OrderId], Waits) -> BatchOutcomes) -> Progress {
+    async fn run(count: usize, change: impl AsyncFnMut(&[OrderId]) -> BatchOutcomes) -> Progress {
         let rate = NonZeroU32::new(200).unwrap();
         in_batches(&ids(count), rate, &CancellationToken::new(), change, |_| {}).await
     }
@@ -212,7 +187,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn batches_keep_the_rate() {
         let began = tokio::time::Instant::now();
-        let progress = run(400, async |batch, _| Ok(all(batch, "done"))).await;
+        let progress = run(400, async |batch| Ok(all(batch, "done"))).await;
         assert_eq!((progress.count("done"), progress.left), (400, 0));
         assert!(progress.is_complete());
         let took = began.elapsed();
@@ -230,7 +205,7 @@ mod tests {
         let progress =
             run(
                 50,
-                async |batch, _| {
+                async |batch| {
                     if batch.contains(&bad) { Err(BatchError::Failed("no".into())) } else { Ok(all(batch, "done")) }
                 },
             )
@@ -242,11 +217,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn busy_orders_are_tried_again() {
-        let progress = run(50, async |batch, waits| match waits {
-            Waits::No => Err(BatchError::Busy("locked".into())),
-            Waits::Yes => {
-                Ok(batch.iter().map(|id| (id.clone(), if id.as_str() == "3" { BUSY } else { "done" })).collect())
-            }
+        let (held, mut calls) = (OrderId::new("3").unwrap(), 0);
+        let progress = run(50, async |batch| {
+            calls += 1;
+            // The first round finds every order held, in two batches and one by one.
+            let is_busy = calls <= 52 || batch.contains(&held);
+            if is_busy { Err(BatchError::Busy("locked".into())) } else { Ok(all(batch, "done")) }
         })
         .await;
         assert_eq!((progress.count("done"), progress.count(BUSY), progress.left), (49, 1, 0));
@@ -256,7 +232,7 @@ mod tests {
     async fn stop_leaves_the_rest_untried() {
         let stop = CancellationToken::new();
         let rate = NonZeroU32::new(10).unwrap();
-        let change = async |batch: &[OrderId], _| Ok(all(batch, "done"));
+        let change = async |batch: &[OrderId]| Ok(all(batch, "done"));
         let progress = in_batches(&ids(100), rate, &stop, change, |progress| {
             if progress.done() >= 20 {
                 stop.cancel();
@@ -265,7 +241,7 @@ mod tests {
         .await;
         assert_eq!((progress.done(), progress.left), (20, 80));
         assert_eq!(progress.stopped.as_deref(), Some("interrupted"));
-        let progress = run(50, async |_, _| Err(BatchError::Unavailable("away".into()))).await;
+        let progress = run(50, async |_| Err(BatchError::Unavailable("away".into()))).await;
         assert_eq!((progress.done(), progress.left, progress.stopped.as_deref()), (0, 50, Some("away")));
     }
 }

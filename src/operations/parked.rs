@@ -14,21 +14,12 @@ use order_timeout_core::with_causes;
 use serde::Serialize;
 use uuid::Uuid;
 
+use super::Page;
 use crate::postgres::parked_alarms::{self, Parked, Selection};
-use crate::postgres::{Database, DatabaseError, Operator, one_line};
+use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
 /// Rows per page: bounds memory, and how much is published between two deletions.
 const AT_ONCE: usize = 1_000;
-
-/// A page of parked alarms.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
-pub struct ParkedPage {
-    /// The oldest first.
-    pub alarms: Vec<Parked>,
-    /// The parameter `after` of the next page; absent at the end.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub next: Option<Uuid>,
-}
 
 /// Why parked alarms were not read or changed.
 #[derive(Debug, thiserror::Error)]
@@ -43,9 +34,7 @@ pub enum ParkedError {
 
 impl From<sqlx::Error> for ParkedError {
     fn from(error: sqlx::Error) -> Self {
-        let why = one_line(&error);
-        let why = format!("parked alarms cannot be read or changed: {why}; fix the database and try again");
-        Self::Database(DatabaseError(why))
+        Self::Database(unusable("parked alarms", &error))
     }
 }
 
@@ -58,15 +47,13 @@ pub async fn list(
     selection: &Selection,
     after: Option<Uuid>,
     limit: i64,
-) -> Result<ParkedPage, ParkedError> {
+) -> Result<Page<Parked>, ParkedError> {
     let after = match after {
         None => None,
         Some(id) => Some(parked_alarms::place_of(database, id).await?.ok_or(ParkedError::Gone(id))?),
     };
     let alarms = parked_alarms::list_after(database, selection, after, limit).await?;
-    let is_full = i64::try_from(alarms.len()).is_ok_and(|shown| shown >= limit);
-    let next = alarms.last().filter(|_| is_full).map(|last| last.id);
-    Ok(ParkedPage { alarms, next })
+    Ok(Page::of(alarms, limit, |last| last.id.to_string()))
 }
 
 /// The result of dropping the selected alarms.

@@ -141,6 +141,15 @@ pub fn require_known(settings: &Settings, kind: Option<&Kind>) -> Result<(), Pau
     }
 }
 
+/// The pauses that last and apply to this kind, or to any if none is given.
+///
+/// # Errors
+/// One sentence.
+pub(super) async fn lasting(database: &Database, kind: Option<&Kind>) -> Result<Vec<Pause>, Unknown> {
+    let read = database.run(async |connection| closing_pauses::current(connection, kind).await);
+    read.await.map_err(|error| one_line(&error))
+}
+
 /// The pauses that last, and the newest `ended` of those that are over.
 ///
 /// # Errors
@@ -258,20 +267,10 @@ pub async fn resume(
 ///
 /// # Errors
 /// [`PauseError::IsPaused`], or [`PauseError::Database`].
-pub async fn refuse_while_paused(database: &Database, kind: &Kind) -> Result<(), PauseError> {
-    refuse(database.run(async |connection| closing_pauses::current(connection, Some(kind)).await).await)
-}
-
-/// The same on a closer's connections, between two of its batches.
-///
-/// # Errors
-/// As of [`refuse_while_paused`].
-pub async fn refuse_batch_while_paused(connections: &WarmConnections, kind: &Kind) -> Result<(), PauseError> {
-    refuse(connections.run_on_latest(async |connection| closing_pauses::current(connection, Some(kind)).await).await)
-}
-
-fn refuse(pauses: Result<Vec<Pause>, sqlx::Error>) -> Result<(), PauseError> {
-    match pauses.map_err(|error| unavailable(&error))?.first() {
+pub async fn refuse_while_paused(connections: &WarmConnections, kind: &Kind) -> Result<(), PauseError> {
+    let read = async |connection: &mut sqlx::PgConnection| closing_pauses::current(connection, Some(kind)).await;
+    let pauses = connections.run_on_latest(read).await.map_err(|error| unavailable(&error))?;
+    match pauses.first() {
         Some(pause) => Err(PauseError::IsPaused(pause.sentence())),
         None => Ok(()),
     }

@@ -26,9 +26,6 @@ pub struct Preview {
     pub items: u64,
     /// Units of stock that they reserve.
     pub units: i64,
-    /// The sum of the operator's expression, as Postgres prints it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub amount: Option<String>,
     /// The first of them.
     pub examples: Vec<Example>,
 }
@@ -64,7 +61,6 @@ impl Preview {
             last_deadline: deadline(last),
             items: chosen.items,
             units: chosen.units,
-            amount: chosen.amount.clone(),
             examples: chosen.orders.iter().take(MOST_EXAMPLES).map(example).collect(),
         }
     }

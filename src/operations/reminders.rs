@@ -4,15 +4,14 @@
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::write_rfc3339;
-use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use crate::outbox::reminders::EXPIRING;
-use crate::postgres::Database;
+use crate::postgres::{Database, DatabaseError, one_line};
 
 /// Reminders of one kind that were announced in the last hour.
-#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct SentReminders {
     /// The kind's name.
     pub kind: String,
@@ -27,8 +26,8 @@ pub struct SentReminders {
 /// Counts them. Reads each event that was sent in the last hour, by an index.
 ///
 /// # Errors
-/// sqlx's.
-pub async fn sent_in_last_hour(database: &Database) -> Result<Vec<SentReminders>, sqlx::Error> {
+/// [`DatabaseError`].
+pub async fn sent_in_last_hour(database: &Database) -> Result<Vec<SentReminders>, DatabaseError> {
     let (_, event_type) = EXPIRING;
     let query = sqlx::query(
         "SELECT kind, (payload ->> 'remind_s')::float8 AS before_s, count(*) AS sent, max(sent_at) AS last
@@ -36,11 +35,11 @@ pub async fn sent_in_last_hour(database: &Database) -> Result<Vec<SentReminders>
          GROUP BY 1, 2 ORDER BY 1, 2",
     )
     .bind(event_type);
-    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
+    let rows = database.run(async |connection| query.fetch_all(connection).await).await;
     let read = |row: &PgRow| {
         let (sent, Timestamptz(last)): (i64, _) = (row.try_get("sent")?, row.try_get("last")?);
         let (kind, before_s) = (row.try_get("kind")?, row.try_get("before_s")?);
         Ok(SentReminders { kind, before_s, sent: sent.unsigned_abs(), last: write_rfc3339(last) })
     };
-    rows.iter().map(read).collect()
+    rows.and_then(|rows| rows.iter().map(read).collect()).map_err(|error| DatabaseError(one_line(&error)))
 }

@@ -11,8 +11,10 @@ use serde::Serialize;
 use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, Row};
 
+use super::Page;
 use crate::effects::closing::{EndByHand, end_by_hand};
-use crate::postgres::{Database, DatabaseError, Operator, one_line};
+use crate::postgres::parked_alarms::Selection;
+use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
 /// An order that waits for a person.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
@@ -29,20 +31,15 @@ pub struct UnresolvedOrder {
     pub answers: Option<String>,
 }
 
-/// A page of the list, oldest first.
-#[derive(Debug, Clone, Copy)]
-pub struct UnresolvedPage<'a> {
-    /// Only those after this order, as the previous page ended.
-    pub after: Option<&'a str>,
-    /// At most this many.
-    pub limit: i64,
-}
-
-/// The orders that wait for a person.
+/// A page of the orders that wait for a person, the one that has waited longest first.
 ///
 /// # Errors
-/// sqlx's.
-pub async fn list(database: &Database, page: &UnresolvedPage<'_>) -> Result<Vec<UnresolvedOrder>, sqlx::Error> {
+/// [`DatabaseError`].
+pub async fn list(
+    database: &Database,
+    after: Option<&OrderId>,
+    limit: i64,
+) -> Result<Page<UnresolvedOrder>, DatabaseError> {
     let query = sqlx::query(
         "SELECT c.order_id, c.unresolved_reason, c.unresolved_at, c.rounds, c.last_answers
          FROM close_attempts c
@@ -52,10 +49,11 @@ pub async fn list(database: &Database, page: &UnresolvedPage<'_>) -> Result<Vec<
          ORDER BY c.unresolved_at, c.order_id
          LIMIT $2",
     )
-    .bind(page.after)
-    .bind(page.limit);
-    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
-    rows.iter().map(read).collect()
+    .bind(after.map(OrderId::as_str))
+    .bind(limit);
+    let rows = database.run(async |connection| query.fetch_all(connection).await).await;
+    let orders = rows.and_then(|rows| rows.iter().map(read).collect()).map_err(|error| unavailable(&error))?;
+    Ok(Page::of(orders, limit, |last: &UnresolvedOrder| last.order_id.clone()))
 }
 
 /// Orders that wait for a person for one reason.
@@ -166,16 +164,16 @@ fn read(row: &PgRow) -> Result<UnresolvedOrder, sqlx::Error> {
     })
 }
 
-/// Has these orders asked about again at once, as if they had just been claimed; `None` stands for all of one reason or
-/// of every reason. Returns the orders that were unresolved.
+/// Has these orders asked about again at once, as if they had just been claimed. Returns those that were unresolved.
 ///
 /// # Errors
-/// sqlx's.
-pub async fn retry(database: &Database, which: &Which<'_>, operator: &Operator) -> Result<Vec<String>, sqlx::Error> {
-    let (ids, reason) = match which {
-        Which::Orders(ids) => (Some(ids.iter().map(OrderId::as_str).collect::<Vec<_>>()), None),
-        Which::All { reason } => (None, *reason),
-    };
+/// [`DatabaseError`].
+pub async fn retry(
+    database: &Database,
+    which: &Selection<OrderId>,
+    operator: &Operator,
+) -> Result<Vec<String>, DatabaseError> {
+    let ids = which.ids().map(|ids| ids.iter().map(OrderId::as_str).collect::<Vec<_>>());
     let query = sqlx::query_scalar(
         "UPDATE close_attempts c
          SET step = 'claimed', rounds = 0, has_waited = false, next_attempt_at = clock_timestamp(), lease = NULL,
@@ -185,10 +183,11 @@ pub async fn retry(database: &Database, which: &Which<'_>, operator: &Operator) 
          RETURNING c.order_id",
     )
     .bind(ids)
-    .bind(reason)
+    .bind(which.reason())
     .bind(&operator.who)
     .bind(&operator.why);
-    database.run(async |connection| query.fetch_all(connection).await).await
+    let retried = database.run(async |connection| query.fetch_all(connection).await).await;
+    retried.map_err(|error| unavailable(&error))
 }
 
 /// How far the close of an order is that is `closing`.
@@ -203,14 +202,14 @@ pub struct ClosingProgress {
 /// How far the close of this order is.
 ///
 /// # Errors
-/// sqlx's.
-pub async fn progress(database: &Database, order_id: &OrderId) -> Result<ClosingProgress, sqlx::Error> {
+/// [`DatabaseError`].
+pub async fn progress(database: &Database, order_id: &OrderId) -> Result<ClosingProgress, DatabaseError> {
     let query = sqlx::query_as::<_, (String, Option<String>)>(
         "SELECT queue, unresolved_reason FROM close_attempts WHERE kind = 'order' AND order_id = $1",
     );
     let query = query.bind(order_id.as_str());
-    let found = database.run(async |connection| query.fetch_optional(connection).await).await?;
-    Ok(match found {
+    let found = database.run(async |connection| query.fetch_optional(connection).await).await;
+    Ok(match found.map_err(|error| unavailable(&error))? {
         None => ClosingProgress {
             why: "no worker has claimed it: the shop decides whether it was paid".to_owned(),
             goes_on: false,
@@ -269,14 +268,8 @@ pub enum DecisionError {
         outcome: EndOutcome,
     },
     /// The database failed.
-    #[error(transparent)]
-    Unavailable(#[from] DatabaseError),
-}
-
-impl From<sqlx::Error> for DecisionError {
-    fn from(error: sqlx::Error) -> Self {
-        Self::Unavailable(unavailable(&error))
-    }
+    #[error("{}", unavailable(.0))]
+    Database(#[from] sqlx::Error),
 }
 
 /// Ends an unresolved order as closed or as paid, in one transaction, with the operator in its history.
@@ -289,16 +282,15 @@ pub async fn decide(
     decision: Decision<'_>,
     operator: &Operator,
 ) -> Result<(), DecisionError> {
-    let decided = database.run(async |connection| {
+    let work = async |connection: &mut PgConnection| {
         let mut transaction = sqlx::Connection::begin(connection).await?;
-        let decided = decide_in(&mut transaction, order_id, decision, operator).await;
-        match decided {
-            Ok(Ok(())) => transaction.commit().await.map(Ok),
-            Ok(Err(why)) => transaction.rollback().await.map(|()| Err(why)),
-            Err(error) => Err(error),
+        match decide_in(&mut transaction, order_id, decision, operator).await {
+            Ok(()) => transaction.commit().await.map(Ok),
+            Err(DecisionError::Database(error)) => Err(error),
+            Err(why) => transaction.rollback().await.map(|()| Err(why)),
         }
-    });
-    decided.await?
+    };
+    database.run(work).await?
 }
 
 async fn decide_in(
@@ -306,7 +298,7 @@ async fn decide_in(
     order_id: &OrderId,
     decision: Decision<'_>,
     operator: &Operator,
-) -> Result<Result<(), DecisionError>, sqlx::Error> {
+) -> Result<(), DecisionError> {
     // The order's row first, as every payment does.
     sqlx::query("SELECT FROM orders WHERE id = default_order_key($1) FOR NO KEY UPDATE")
         .bind(order_id.as_str())
@@ -325,7 +317,7 @@ async fn decide_in(
         .bind(&operator.why)
         .fetch_optional(&mut *connection)
         .await?;
-    let Some((lease, reason)) = taken else { return Ok(Err(DecisionError::NotUnresolved(order_id.clone()))) };
+    let (lease, reason) = taken.ok_or_else(|| DecisionError::NotUnresolved(order_id.clone()))?;
     let attempts: Vec<(String, String)> = sqlx::query_as(
         "SELECT provider, reference FROM payment_attempts
          WHERE order_id = $1 AND state IN ('open', 'paid') ORDER BY created_at, provider, reference",
@@ -341,13 +333,13 @@ async fn decide_in(
     let (end, wanted) = match decision {
         Decision::Closed => (EndByHand::Close(Ending { closed: attempts, ..ending }), EndOutcome::Closed),
         Decision::Paid { .. } if reason == UnresolvedReason::AmountDiffers.as_str() => {
-            return Ok(Err(DecisionError::AmountDiffers(order_id.clone())));
+            return Err(DecisionError::AmountDiffers(order_id.clone()));
         }
         Decision::Paid { reference } => {
             let is_named = |attempt: &&AttemptKey| reference.is_none_or(|reference| attempt.reference == reference);
             let [paid] = &attempts.iter().filter(is_named).collect::<Vec<_>>()[..] else {
                 let found = attempts.into_iter().map(|attempt| attempt.reference).collect();
-                return Ok(Err(DecisionError::NoSuchAttempt { order_id: order_id.clone(), found }));
+                return Err(DecisionError::NoSuchAttempt { order_id: order_id.clone(), found });
             };
             let paid = vec![(*paid).clone()];
             let paid = PaidEnding { ending, paid, differing: Vec::new(), refunded: Vec::new() };
@@ -355,7 +347,7 @@ async fn decide_in(
         }
     };
     let outcome = end_by_hand(connection, &end).await?;
-    Ok(if outcome == wanted { Ok(()) } else { Err(DecisionError::Unchanged { order_id: order_id.clone(), outcome }) })
+    if outcome == wanted { Ok(()) } else { Err(DecisionError::Unchanged { order_id: order_id.clone(), outcome }) }
 }
 
 /// What a person does about an order that is unresolved for this reason. One sentence without its end.
@@ -383,25 +375,8 @@ pub fn what_to_do(reason: &str) -> &'static str {
     }
 }
 
-/// Which unresolved orders.
-#[derive(Debug, Clone)]
-pub enum Which<'a> {
-    /// Those with these ids.
-    Orders(&'a [OrderId]),
-    /// All, or all of one reason.
-    All {
-        /// The word in `close_attempts`.
-        reason: Option<&'a str>,
-    },
-}
-
-/// The sentence for an operator about an error of these use cases. What failed has changed nothing.
-#[must_use]
-pub fn unavailable(error: &sqlx::Error) -> DatabaseError {
-    DatabaseError(format!(
-        "close_attempts cannot be read or changed: {}; fix the database and try again",
-        one_line(error)
-    ))
+fn unavailable(error: &sqlx::Error) -> DatabaseError {
+    unusable("close_attempts", error)
 }
 
 /// The order has ended in another way, in the same transaction.

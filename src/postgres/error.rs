@@ -97,6 +97,16 @@ pub fn one_line(error: &sqlx::Error) -> String {
     sanitize::one_line(&words(error)).into_owned()
 }
 
+/// The sentence for an operator about rows that cannot be read or changed. What failed has changed nothing.
+#[must_use]
+pub fn unusable(what: &str, error: &sqlx::Error) -> DatabaseError {
+    let fix = match classify(error) {
+        ErrorClass::Locked | ErrorClass::Transient => "another session holds what this needs, try again",
+        _ => "fix the database and try again",
+    };
+    DatabaseError(format!("{what} cannot be read or changed: {}; {fix}", one_line(error)))
+}
+
 /// A sentence of [`one_line`] as a page may show it. The pages show no order, and the server's message may come from a
 /// trigger and contain ids: it is replaced by the SQLSTATE and its class. A sentence without SQLSTATE is our own.
 #[must_use]

@@ -66,26 +66,30 @@ impl Parked {
     }
 }
 
-/// A selection of parked alarms.
+/// A choice of rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Selection {
+pub enum Selection<Id = Uuid> {
     /// All of them.
     All,
-    /// Those that were parked for this reason.
+    /// Those that are there for this reason.
     Reason(String),
     /// Those with these keys.
-    Ids(Vec<Uuid>),
+    Ids(Vec<Id>),
 }
 
-impl Selection {
-    fn reason(&self) -> Option<&str> {
+impl<Id> Selection<Id> {
+    /// The reason, if it is one of a reason.
+    #[must_use]
+    pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Reason(reason) => Some(reason),
             Self::All | Self::Ids(_) => None,
         }
     }
 
-    fn ids(&self) -> Option<&[Uuid]> {
+    /// The keys, if it is one of keys.
+    #[must_use]
+    pub fn ids(&self) -> Option<&[Id]> {
         match self {
             Self::Ids(ids) => Some(ids),
             Self::All | Self::Reason(_) => None,
@@ -205,21 +209,6 @@ pub async fn place_of(database: &Database, id: Uuid) -> Result<Option<Place>, sq
     let select = sqlx::query_scalar("SELECT parked_at FROM parked_alarms WHERE id = $1").bind(id);
     let since: Option<Timestamptz> = database.run(async |connection| select.fetch_optional(connection).await).await?;
     Ok(since.map(|Timestamptz(since)| Place { since, id }))
-}
-
-/// Counts the selected alarms.
-///
-/// # Errors
-/// sqlx's.
-pub async fn count(database: &Database, selection: &Selection) -> Result<u64, sqlx::Error> {
-    let select = sqlx::query_scalar(
-        "SELECT count(*) FROM parked_alarms
-         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))",
-    )
-    .bind(selection.reason())
-    .bind(selection.ids());
-    let rows: i64 = database.run(async |connection| select.fetch_one(connection).await).await?;
-    Ok(u64::try_from(rows).unwrap_or(0))
 }
 
 /// How many alarms are parked for each reason, and since when the oldest of them is.

@@ -22,7 +22,7 @@ fn keyboard_finds_orders() {
         browser.wait_for_text("main", "Its deadline is in").await;
         browser.assert_accessible().await;
         browser.picture("order").await;
-        browser.tab_to("Pending").await;
+        browser.tab_to("Forecast").await;
         browser.press(Key::Enter).await;
         browser.tab_to(&order.id.to_string()).await;
         browser.press(Key::Enter).await;

@@ -61,9 +61,9 @@ fn pages_are_fast_with_million_orders() {
         wait_for("the forecast", async || get(&worker, "/").await.1.contains("next 30 minutes")).await;
         let one = |path: &str| vec![path.to_owned()];
         for (name, paths) in [
-            ("overview", one("/")),
-            ("pending", one("/pending")),
-            ("search", one("/pending?text=nothing")),
+            ("status", one("/")),
+            ("forecast", one("/forecast")),
+            ("search", one("/forecast?text=nothing")),
             ("parked alarms", one("/parked")),
             ("late money", one("/late")),
             ("an order", stories),

@@ -1,5 +1,5 @@
-//! Many orders at once: `deadline --where` and `close --where` show what they choose, ask, keep a rate, can be stopped and
-//! resumed, and write into the history who asked for it and why.
+//! Many orders at once: `deadline --where` shows what it chooses, asks, keeps a rate, can be stopped and resumed, and
+//! writes into the history who asked for it and why.
 
 use std::io::Write;
 use std::path::Path;
@@ -26,14 +26,9 @@ async fn execute(env: &TestEnv, sql: &str) {
     env.pool.execute(sqlx::raw_sql(AssertSqlSafe(sql.to_owned()))).await.unwrap();
 }
 
-/// Orders of a channel, a column that the shop has added together with a total.
+/// Orders of a channel, a column that the shop has added.
 async fn orders_of(env: &TestEnv, channel: &str, count: usize, delay: Duration) -> Vec<Order> {
-    execute(
-        env,
-        "ALTER TABLE orders ADD COLUMN IF NOT EXISTS channel text NOT NULL DEFAULT 'web',
-                            ADD COLUMN IF NOT EXISTS total numeric(12, 2) NOT NULL DEFAULT 10.50",
-    )
-    .await;
+    execute(env, "ALTER TABLE orders ADD COLUMN IF NOT EXISTS channel text NOT NULL DEFAULT 'web'").await;
     let orders = env.orders(count, delay).await;
     let ids: Vec<_> = orders.iter().map(|order| order.id).collect();
     let update = sqlx::query("UPDATE orders SET channel = $1 WHERE id = ANY ($2)").bind(channel).bind(ids);
@@ -106,13 +101,11 @@ fn preview_shows_figures_and_examples() {
             "UPDATE order_items SET quantity = 2; UPDATE stock SET available = available - 13, reserved = 26",
         )
         .await;
-        let question =
-            [&["deadline", "--where", "channel = 'app'", "--in", "+30m", "--amount", "total"][..], &WHY].concat();
+        let question = [&["deadline", "--where", "channel = 'app'", "--in", "+30m"][..], &WHY].concat();
         let (code, stdout, stderr) = call(&env, &question).await;
         assert_eq!((code, stdout.as_str()), (1, ""));
         for part in [
             "13 unpaid orders match, 1 of them overdue; they reserve 26 units in 13 items",
-            "--amount adds up to 136.50",
             "and 3 more",
             "nothing was changed: there is no terminal to ask at; add --yes to move the deadlines of 13 unpaid orders",
         ] {
@@ -120,14 +113,11 @@ fn preview_shows_figures_and_examples() {
         }
         assert_eq!(stderr.lines().filter(|line| line.contains(" -> ")).count(), 10);
         assert_eq!(deadline_of(&env, &app[0]).await, app[0].deadline, "nothing is done without an answer");
-        let (_, answer) = result_of(&env, &["close", "--where", "channel = 'app'", "--amount", "total"]).await;
+        let (_, answer) = result_of(&env, &["deadline", "--where", "channel = 'app'", "--in", "+30m"]).await;
         let preview = &answer["preview"];
-        assert_eq!(
-            (&preview["orders"], &preview["overdue"], &preview["amount"]),
-            (&json!(13), &json!(1), &json!("136.50"))
-        );
+        assert_eq!((&preview["orders"], &preview["overdue"]), (&json!(13), &json!(1)));
         assert_eq!(preview["examples"].as_array().unwrap().len(), 10);
-        let (code, answer) = result_of(&env, &["close", "--where", "false"]).await;
+        let (code, answer) = result_of(&env, &["deadline", "--where", "false", "--in", "1h"]).await;
         assert_eq!((code, &answer["preview"]["orders"]), (0, &json!(0)));
     });
 }
@@ -144,43 +134,35 @@ fn condition_can_only_read() {
             ("nextval('order_events_id_seq') > 0", "read-only transaction"),
             ("pg_sleep(5) IS NOT NULL", "--set database.statement_timeout=1m"),
         ] {
-            for command in [&["close"][..], &["deadline", "--in", "1h"]] {
-                let arguments = [command, &["--where", condition, "--yes"], &WHY].concat();
-                let (code, stdout, stderr) = call(&env, &arguments).await;
-                assert_eq!((code, stdout.as_str()), (1, ""), "{condition}: {stderr}");
-                assert!(stderr.contains(part) && stderr.contains("--where"), "{condition}: {stderr}");
-                assert_eq!(stderr.lines().count(), 1, "one sentence: {stderr}");
-            }
+            let arguments = [&["deadline", "--in", "1h", "--where", condition, "--yes"][..], &WHY].concat();
+            let (code, stdout, stderr) = call(&env, &arguments).await;
+            assert_eq!((code, stdout.as_str()), (1, ""), "{condition}: {stderr}");
+            assert!(stderr.contains(part) && stderr.contains("--where"), "{condition}: {stderr}");
+            assert_eq!(stderr.lines().count(), 1, "one sentence: {stderr}");
         }
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await, 2);
-        let (code, _, stderr) = call(&env, &["close", "--where", "true", "--yes"]).await;
+        let (code, _, stderr) = call(&env, &["deadline", "--in", "1h", "--where", "true", "--yes"]).await;
         assert!(code == 2 && stderr.contains("--why"), "{stderr}");
     });
 }
 
 #[test]
-fn close_where_closes_only_overdue() {
+fn only_manual_closes_name_an_operator() {
     TestEnv::builder().run(async |env| {
-        let late = orders_of(&env, "app", 60, Duration::ZERO).await;
-        let early = orders_of(&env, "app", 2, 3_600 * SECOND).await;
-        let other = orders_of(&env, "web", 2, Duration::ZERO).await;
-        assert!(env.pay(&late[0]).await);
-        let (code, answer) = result_of(&env, &["close", "--where", "channel = 'app'"]).await;
-        assert_eq!((code, &answer["result"]["outcomes"]), (0, &json!({ "closed": 59, "not_due": 2 })), "{answer}");
-        assert_eq!(env.closed().await, 59);
-        for order in early.iter().chain(&other) {
-            assert_eq!(env.status(order).await, "unpaid");
-        }
+        let orders = env.orders(3, Duration::ZERO).await;
+        let ids: Vec<String> = orders[..2].iter().map(|order| order.id.to_string()).collect();
+        let (code, said, stderr) = call(&env, &[&["close", &ids[0], &ids[1]][..], &WHY].concat()).await;
+        assert_eq!((code, env.closed().await), (0, 2), "{said}{stderr}");
         let history = "SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'
                            AND who <> '' AND why = 'the app was down'";
-        assert_eq!(env.count(history).await, 59, "with the user of the system");
+        assert_eq!(env.count(history).await, 2, "with the user of the system");
         // A worker names neither.
         let worker = env.worker_without_broker().await;
-        wait_for("the sweep", async || env.closed().await == 61).await;
+        wait_for("the sweep", async || env.closed().await == 3).await;
         worker.stop().await;
         assert_eq!(
             env.count("SELECT count(*) FROM order_events WHERE by = 'sweep' AND who IS NULL AND why IS NULL").await,
-            2
+            1
         );
         env.assert_ledger().await;
     });
@@ -196,15 +178,11 @@ fn failing_and_locked_orders_stay_alone() {
         env.refuse_to_close("bad").await;
         let mut other = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(locked.id).execute(&mut *other).await.unwrap();
-        let (code, answer) = result_of(&env, &["close", "--where", "true"]).await;
-        let result = &answer["result"];
-        assert_eq!((code, &result["outcomes"]), (1, &json!({ "busy": 1, "closed": 30, "failed": 1 })), "{answer}");
-        assert!(result["failed"][0]["why"].as_str().unwrap().contains("this order stays"), "{answer}");
-
         env.orders(5, 3_600 * SECOND).await;
         let (code, answer) = result_of(&env, &["deadline", "--where", "true", "--in", "3h"]).await;
-        let outcomes = &answer["result"]["outcomes"];
-        assert_eq!((code, outcomes), (1, &json!({ "busy": 1, "failed": 1, "later": 5 })), "{answer}");
+        let result = &answer["result"];
+        assert_eq!((code, &result["outcomes"]), (1, &json!({ "busy": 1, "failed": 1, "later": 35 })), "{answer}");
+        assert!(result["failed"][0]["why"].as_str().unwrap().contains("this order stays"), "{answer}");
         other.rollback().await.unwrap();
         let (_, answer) = result_of(&env, &["deadline", "--where", "true", "--in", "3h"]).await;
         assert_eq!(answer["result"]["failed"][0]["order_id"].as_str().map(str::len), Some(36), "{answer}");
@@ -327,13 +305,9 @@ fn nothing_to_do_says_why() {
     TestEnv::builder().run(async |env| {
         env.order(3_600 * SECOND).await;
         env.order(3_600 * SECOND).await;
-        for (condition, said) in [
-            ("true", "nothing to do: 2 unpaid orders match, and none of them is overdue\n"),
-            ("false", "nothing to do: no unpaid order matches\n"),
-        ] {
-            let (code, stdout, stderr) = call(&env, &[&["close", "--where", condition][..], &WHY].concat()).await;
-            assert_eq!((code, stdout.as_str()), (0, said), "{stderr}");
-        }
+        let command = ["deadline", "--where", "false", "--in", "1h"];
+        let (code, stdout, stderr) = call(&env, &[&command[..], &WHY].concat()).await;
+        assert_eq!((code, stdout.as_str()), (0, "nothing to do: no unpaid order matches\n"), "{stderr}");
     });
 }
 
@@ -345,12 +319,8 @@ fn own_statements_refuse_conditions() {
             (settings.orders.close_sql, settings.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
         })
         .run(async |env| {
-            for (command, part) in [
-                (&["close"][..], "give them to `order-timeout close ID…`"),
-                (&["deadline", "--in", "1h"], "update its row yourself"),
-            ] {
-                let (code, _, stderr) = call(&env, &[command, &["--where", "true", "--yes"], &WHY].concat()).await;
-                assert!(code == 2 && stderr.contains(part), "{stderr}");
-            }
+            let command = ["deadline", "--in", "1h", "--where", "true", "--yes"];
+            let (code, _, stderr) = call(&env, &[&command[..], &WHY].concat()).await;
+            assert!(code == 2 && stderr.contains("update its row yourself"), "{stderr}");
         });
 }

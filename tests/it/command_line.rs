@@ -160,7 +160,7 @@ fn can_schedule_with_foreign_database_address() {
     TestEnv::builder().run(async |env| {
         let mut command = order_timeout(&env.settings);
         command.env_remove("ORDER_TIMEOUT__DATABASE__URL").env("DATABASE_URL", "mysql://shop@host/shop");
-        command.args(["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "60s"]);
+        command.args(["schedule", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "60s"]);
         let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
         assert_eq!((code, stderr.as_str()), (0, ""));
     });
@@ -228,25 +228,25 @@ fn environment_and_set_are_equivalent() {
 
 #[test]
 fn wrong_usage_exits_with_2_naming_help() {
-    let when = ["schedule", "--order-id", "order-1"];
+    let when = ["schedule", "order-1"];
     for (arguments, part) in [
         (&["frobnicate"][..], "frobnicate"),
         (&["--frobnicate", "topology"], "--frobnicate"),
-        (&["schedule", "--in", "30m"], "--order-id"),
-        (&["deadline", "--order-id", "order-1"], "--in <DURATION>|--deadline <TIME>"),
+        (&["schedule", "--in", "30m"], "<ID>"),
+        (&["deadline", "order-1"], "--in <DURATION>|--deadline <TIME>"),
         (&[&when[..], &["--in", "30m", "--deadline", "2026-11-20T10:30:00Z"]].concat(), "cannot be used with"),
         // The error names the missing unit.
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
         (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
         (&[&when[..], &["--in", "-5s"]].concat(), "a deadline must be in the future; write a number and its unit"),
         (&["worker", "--port", "9000"], "--set http.listen=127.0.0.1:9395"),
-        (&["schedule", "order-1", "--order-id", "order-1", "--in", "5s"], "cannot be used with"),
-        (&["deadline", "--in", "5s"], "--order-id"),
+        (&["schedule", "order-1", "order-1", "--in", "5s"], "unexpected argument"),
+        (&["deadline", "--in", "5s"], "<ID|--where <SQL>>"),
         (&[&when[..], &["--deadline", "tomorrow"]].concat(), "2026-11-20T10:30:00Z"),
         (&[&when[..], &["--deadline", "2026-11-20T10:30:00"]].concat(), "offset"),
-        (&["close"], "<ID|--where <SQL>>"),
-        (&["close", "--where", "true"], "--why <TEXT>"),
-        (&["close", "1", "--yes"], "--where <SQL>"),
+        (&["close"], "<ID>..."),
+        (&["deadline", "--where", "true", "--in", "5s"], "--why <TEXT>"),
+        (&["deadline", "1", "--in", "5s", "--yes"], "--where <SQL>"),
         (&["parked", "drop"], "--all"),
         (&["parked", "drop", "--all", "--reason", "too_far"], "cannot be used with"),
         (&["parked", "retry", "not-an-id"], "not-an-id"),
@@ -286,11 +286,11 @@ fn address_in_arguments_is_not_repeated() {
         &["parked", &address],
         &["parked", "drop", &address],
         &["parked", "list", "--limit", &address],
-        &["schedule", "--order-id", "1", "--in", &address],
-        &["schedule", "--order-id", "1", &after_in],
-        &["schedule", "--order-id", "1", &after_deadline],
-        &["topology", "--plugin", &address],
-        &["topology", &format!("--plugin={address}")],
+        &["schedule", "1", "--in", &address],
+        &["schedule", "1", &after_in],
+        &["schedule", "1", &after_deadline],
+        &["topology", "--vhost", &address, &address],
+        &["topology", &format!("--yes={address}")],
     ] {
         let (code, stdout, stderr) = run(bare().args(arguments));
         assert_eq!((code, stdout.as_str()), (2, ""), "{arguments:?}: {stderr}");
@@ -332,10 +332,10 @@ fn every_command_and_argument_has_help() {
     // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, status, doctor, explain, pending, forecast, deadline, close, pause,
+    // The program, setup, worker, health, schedule, status, doctor, explain, forecast, deadline, close, pause,
     // resume, topology, config, sql, adopt, completions, man, parked with its three, late with its
     // two, closing with its three, provider with its one.
-    assert_eq!(check(&cli, &[]), 33);
+    assert_eq!(check(&cli, &[]), 32);
 }
 
 #[test]
@@ -343,7 +343,7 @@ fn names_unusable_broker_without_password() {
     TestEnv::builder().run(async |env| {
         let order = env.order(Duration::from_secs(60)).await;
         let id = order.id.to_string();
-        let schedule = ["schedule", "--order-id", &id, "--in", "60s"];
+        let schedule = ["schedule", &id, "--in", "60s"];
         let retry = ["parked", "retry", "--all", "--yes"];
         let good = &env.settings.amqp.url;
         let name = user_of(good);
@@ -385,7 +385,7 @@ fn distinguishes_missing_queues_from_unreachable_broker() {
         let mut settings = env.settings.clone();
         settings.namespace = format!("{}-other", settings.namespace);
         let id = Uuid::now_v7().to_string();
-        let arguments = ["schedule", "--order-id", &id, "--in", "30m"];
+        let arguments = ["schedule", &id, "--in", "30m"];
         assert_call_fails(
             &settings,
             &arguments,
@@ -530,7 +530,7 @@ fn schedule_reports_the_published_alarm() {
         let inbox = env.names().schedule();
         let id = Uuid::now_v7().to_string();
         let (code, stdout, stderr) =
-            call(&env, &["schedule", "--order-id", &id, "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"]).await;
+            call(&env, &["schedule", &id, "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"]).await;
         assert!(code == 0 && sentence(&stderr).contains("no such order"), "{stderr}");
         let expected = json!({ "order_id": id, "deadline": "2030-01-02T02:04:05.678Z" });
         assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
@@ -625,11 +625,11 @@ fn schedule_refuses_with_reason() {
     TestEnv::builder().run(async |env| {
         let (long_id, id) = ("x".repeat(5_000), Uuid::now_v7().to_string());
         for (arguments, part) in [
-            (["--order-id", "", "--in", "30m"], "order id is empty"),
-            (["--order-id", &long_id, "--in", "30m"], "order id"),
-            (["--order-id", "not-an-id", "--in", "30m"], "is no UUID"),
-            (["--order-id", &id, "--in", "11years"], "delay.max_delay"),
-            (["--order-id", &id, "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
+            (["", "--in", "30m"], "order id is empty"),
+            ([&long_id, "--in", "30m"], "order id"),
+            (["not-an-id", "--in", "30m"], "is no UUID"),
+            ([&id, "--in", "11years"], "delay.max_delay"),
+            ([&id, "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
         ] {
             let arguments = [&["schedule"][..], &arguments].concat();
             let (code, _, stderr) = call(&env, &arguments).await;
@@ -659,22 +659,22 @@ fn usage_errors_exit_with_2() {
             (&[], &["deadline", &id, "--in", "100years"], "delay.max_delay"),
             (&[], &["deadline", &id, "--in", "+100years"], "delay.max_delay"),
             (&[], &["deadline", &id, "--in", "+0s"], "moves no deadline"),
-            (&[], &["pending", "--limit", "0"], "1 to 1000"),
-            (&[], &["pending", "--after", "nowhere"], "end of a page"),
-            (&[], &["pending", "--from", "2030-01-01T00:00:00Z", "--until", "2029-01-01T00:00:00Z"], ""),
+            (&[], &["forecast", "--orders", "--limit", "0"], "1..=1000"),
+            (&[], &["forecast", "--limit", "1"], "--orders"),
+            (&[], &["forecast", "--orders", "--after", "nowhere"], "end of a page"),
+            (&[], &["forecast", "--orders", "--from", "2030-01-01T00:00:00Z", "--until", "2029-01-01T00:00:00Z"], ""),
             (&[], &["forecast", "--next", "1s"], ""),
             (&[], &["health"], "http.listen"),
             (&["delay.strategy=database"], &["schedule", &id, "--in", "5m"], "no broker"),
             (&["delay.strategy=database"], &["topology"], "no broker"),
             (&own, &["deadline", "--where", "true", "--in", "5m", "--why", "x"], "default orders table"),
-            (&own, &["close", "--where", "true", "--why", "x"], "default orders table"),
             (&own, &["deadline", "1", "--in", "+5m"], "with a sign"),
             (&own, &["late", "settle", "1", "--reopen", "--why", "x"], "default table"),
             (&own, &["schedule", "1"], "--in 30m"),
             (&[], &["pause", "--why", "x", kind[0], kind[1]], "nope"),
             (&[], &["resume", kind[0], kind[1]], "nope"),
             (&[], &["explain", "1", kind[0], kind[1]], "nope"),
-            (&[], &["pending", kind[0], kind[1]], "nope"),
+            (&[], &["forecast", "--orders", kind[0], kind[1]], "nope"),
             (&[], &["forecast", kind[0], kind[1]], "nope"),
             (&[], &["close", "1", kind[0], kind[1]], "nope"),
             (&[], &["deadline", "1", "--in", "5m", kind[0], kind[1]], "nope"),
@@ -766,7 +766,7 @@ fn topology_prints_definitions_json() {
 
 #[test]
 fn plugin_topology_has_no_delay_queues() {
-    let (code, stdout, stderr) = run(bare().args(["topology", "--plugin"]));
+    let (code, stdout, stderr) = run(bare().args(["topology", "--set", "delay.strategy=delayed-exchange"]));
     assert_eq!((code, stderr.as_str()), (0, ""));
     let definitions: Value = serde_json::from_str(&stdout).unwrap();
     let names = |what: &str| {

@@ -125,7 +125,7 @@ fn deadline_kept_by_trigger_is_reported() {
         }
         assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
         let id = order.id.to_string();
-        let (code, output, _) = run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
+        let (code, output, _) = run(order_timeout(&env.settings).args(["deadline", &id, "--in", "1h"]));
         assert!(code == 1 && output.contains("a trigger in the database keeps its deadline"), "{output}");
     });
 }
@@ -144,8 +144,7 @@ fn command_counts_from_database_time() {
         sqlx::raw_sql(sqlx::AssertSqlSafe(ahead)).execute(&env.pool).await.unwrap();
         let id = order.id.to_string();
         let half_an_hour_ahead = write_rfc3339(Timestamp::now_by_local_clock() + Duration::from_secs(1_800));
-        let deadline =
-            |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", "--order-id", &id]).args(when));
+        let deadline = |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", &id]).args(when));
         let (code, _, error) = deadline(["--deadline", &half_an_hour_ahead]);
         assert!(code == 1 && error.contains("has passed"), "{error}");
         let (code, output, error) = deadline(["--in", "10m"]);
@@ -159,9 +158,8 @@ fn command_counts_from_database_time() {
 fn command_reports_deadline_outcome() {
     TestEnv::builder().run(async |env| {
         let order = env.order(Duration::from_secs(60)).await;
-        let deadline = |env: &TestEnv, arguments: &[&str]| {
-            run(order_timeout(&env.settings).args(["deadline", "--order-id"]).args(arguments))
-        };
+        let deadline =
+            |env: &TestEnv, arguments: &[&str]| run(order_timeout(&env.settings).args(["deadline"]).args(arguments));
         let id = order.id.to_string();
         let json = |arguments: &[&str]| -> (i32, Value) {
             let (code, output, _) = deadline(&env, &[arguments, &["--json"]].concat());
@@ -217,7 +215,7 @@ fn lost_answer_leaves_outcome_unknown() {
         // The id is sent when the statement has been prepared and is executed.
         let id = order.id.to_string();
         let is_cut = network.cut_at(&id, Then::CutAtAnswer);
-        let (code, _, error) = call_through(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
+        let (code, _, error) = call_through(&network, &env, &["deadline", &id, "--in", "1h"]).await;
         assert!(is_cut());
         assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
         assert!(!error.contains("unchanged"), "{error}");
@@ -231,7 +229,7 @@ fn lost_answer_leaves_outcome_unknown() {
 fn silent_database_does_not_block_forever() {
     TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let id = env.order(Duration::from_secs(60)).await.id.to_string();
-        let deadline = &["deadline", "--order-id", &id, "--in", "1h"][..];
+        let deadline = &["deadline", &id, "--in", "1h"][..];
         let close = &["close", &id][..];
         for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes the requested orders", close)] {
             let network = Proxy::before(&env.settings.database.url).await;

@@ -294,11 +294,9 @@ fn publisher_refuses_strategy_without_plugin() {
 #[test]
 fn every_command_refuses_strategy_without_plugin() {
     without_type("every_command_refuses_strategy_without_plugin", async |env| {
-        for arguments in [
-            &["setup"][..],
-            &["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "30m"],
-            &["worker"],
-        ] {
+        for arguments in
+            [&["setup"][..], &["schedule", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "30m"], &["worker"]]
+        {
             let (code, stdout, stderr) = command(&env.settings, arguments).await;
             assert_eq!((code, stdout.as_str(), stderr.lines().count()), (1, "", 1), "{arguments:?}: {stderr}");
             assert_names_the_plugin(&stderr);
@@ -329,9 +327,7 @@ fn unreachable_broker_is_not_missing_plugin() {
         let mut settings = env.settings.clone();
         // No process listens on this port (tcpmux).
         settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
-        for arguments in
-            [&["setup"][..], &["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "30m"]]
-        {
+        for arguments in [&["setup"][..], &["schedule", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "30m"]] {
             let (code, _, stderr) = command(&settings, arguments).await;
             assert_eq!(code, 1, "{stderr}");
             assert!(stderr.contains("is it running there?") && !stderr.contains("plugin"), "{arguments:?}: {stderr}");

@@ -319,7 +319,9 @@ fn command_line_works_by_kind() {
         let sql = run(&["sql", "--kind", "acceptance"]).await;
         assert!(sql.contains("'acceptance.closed.v1'") && sql.contains("kinds.acceptance.table"), "{sql}");
         let (id, _) = create(&env, "acceptance", 3_600 * SECOND).await;
-        assert!(run(&["pending", "--kind", "acceptance", "--next", "2h"]).await.contains(&format!("  {id} ")));
+        assert!(
+            run(&["forecast", "--orders", "--kind", "acceptance", "--next", "2h"]).await.contains(&format!("  {id} "))
+        );
         assert!(run(&["forecast", "--kind", "acceptance"]).await.contains(": 1 orders"));
         let moved = run(&["deadline", &id, "--kind", "acceptance", "--in", "10s"]).await;
         assert!(moved.contains("an alarm for it is written"), "{moved}");
@@ -356,12 +358,10 @@ fn api_and_page_know_every_kind() {
             assert_eq!(status, 200, "{path}: {text}");
             serde_json::from_str(&text).unwrap()
         };
-        let pending = json("/api/v1/pending?kind=acceptance").await;
-        assert_eq!(pending["orders"][0]["order_id"], id, "{pending}");
-        assert_eq!(json("/api/v1/pending").await["orders"], serde_json::json!([]));
+        let listed = json("/api/v1/forecast/orders?kind=acceptance").await;
+        assert_eq!(listed["orders"][0]["order_id"], id, "{listed}");
+        assert_eq!(json("/api/v1/forecast/orders").await["orders"], serde_json::json!([]));
         assert_eq!(json("/api/v1/forecast?kind=acceptance&next=10m").await["total"]["orders"], 1);
-        assert_eq!(json("/api/v1/last-hour?kind=acceptance").await[0]["sweep"], 1);
-        assert_eq!(json("/api/v1/last-hour?kind=order").await, serde_json::json!([]));
         let told = json("/api/v1/orders/1?kind=acceptance").await;
         assert_eq!(told["kind"], "acceptance", "{told}");
         let kinds = json("/api/v1/status").await["kinds"].clone();
@@ -370,10 +370,10 @@ fn api_and_page_know_every_kind() {
         assert!(status == 404 && problem.contains("give one of order, acceptance"), "{problem}");
 
         let (_, page) = get(&worker, "/").await;
-        for part in ["Kinds of deadlines", "/pending?kind=acceptance", "Due in the next six hours: acceptance"] {
+        for part in ["Kinds of deadlines", "/forecast?kind=acceptance", "Due in the next six hours: acceptance"] {
             assert!(page.contains(part), "lacks {part}: {page}");
         }
-        let (_, page) = get(&worker, "/pending?kind=acceptance").await;
+        let (_, page) = get(&worker, "/forecast?kind=acceptance").await;
         assert!(page.contains(&format!("href=\"/orders/{id}?kind=acceptance\"")), "{page}");
         worker.stop().await;
     });

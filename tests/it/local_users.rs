@@ -65,7 +65,7 @@ impl Program {
 
     /// Logs in to a broker.
     fn asks_broker(&self, url: &str) -> String {
-        let arguments = ["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "5m"];
+        let arguments = ["schedule", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "5m"];
         self.called_by_other_user("ORDER_TIMEOUT__AMQP__URL", url, &arguments)
     }
 }

@@ -94,7 +94,7 @@ fn missing_schema_says_create_schema() {
 
 /// How far an alarm scheduled in ten minutes is ahead of this machine's clock.
 async fn scheduled_ahead(settings: &Settings) -> Duration {
-    let arguments = ["schedule", "--order-id", "018f2d3e-0000-7000-8000-000000000000", "--in", "10m", "--json"];
+    let arguments = ["schedule", "018f2d3e-0000-7000-8000-000000000000", "--in", "10m", "--json"];
     let (code, said, error) = call_with(settings, &arguments).await;
     assert_eq!(code, 0, "{error}");
     let answer: Value = serde_json::from_str(&said).unwrap();

@@ -42,7 +42,7 @@ pub async fn log_in(worker: &RunningWorker) -> String {
 }
 
 #[test]
-fn overview_tells_whether_orders_close() {
+fn status_tells_whether_orders_close() {
     TestEnv::builder().settings(with_page(None)).run(async |env| {
         let worker = env.worker().await;
         wait_for("the verdict", async || get(&worker, "/").await.body.contains("Orders are closed on time.")).await;
@@ -82,10 +82,10 @@ fn what_waits_is_counted_on_every_page() {
         let verdict = "Orders are closed on time, but something waits for a person.";
         wait_for("the verdict", async || get(&worker, "/").await.body.contains(verdict)).await;
         let first = get(&worker, "/").await.body;
-        let place = |id: &str| first.find(&format!("id=\"{id}\"")).unwrap_or_else(|| panic!("no {id}: {first}"));
-        assert!(place("verdict") < place("parked") && place("parked") < place("due-order"), "above the plots");
-        assert!(place("late") < place("late-money"), "nothing waits there");
-        for path in ["/", "/pending", "/parked", "/pauses", "/orders/17", "/login"] {
+        let place = |part: &str| first.find(part).unwrap_or_else(|| panic!("no {part}: {first}"));
+        assert!(place("8 parked alarms</a>") < place("close_failed, the oldest for"), "by reason");
+        assert!(place("close_failed, the oldest for") < place("id=\"due-order\""), "above the plots");
+        for path in ["/", "/forecast", "/parked", "/pauses", "/orders/17", "/login"] {
             let page = get(&worker, path).await.body;
             assert!(page.contains("Parked alarms <span class=\"count\">8</span>"), "{path}: {page}");
             assert!(!page.contains("Late money <span"), "{path}: {page}");
@@ -95,7 +95,7 @@ fn what_waits_is_counted_on_every_page() {
 }
 
 #[test]
-fn overview_is_shown_without_database() {
+fn status_is_shown_without_database() {
     TestEnv::builder().settings(with_page(None)).run(async |env| {
         let to_database = Proxy::before(&env.settings.database.url).await;
         let mut settings = env.settings.clone();
@@ -147,7 +147,7 @@ fn browsers_take_nothing_from_elsewhere() {
         let worker = env.worker().await;
         for path in [
             "/",
-            "/pending",
+            "/forecast",
             "/parked",
             "/late",
             "/unresolved",
@@ -192,7 +192,7 @@ fn foreign_text_never_becomes_markup() {
         let encoded: String = url::form_urlencoded::byte_serialize(attack.as_bytes()).collect();
         for path in [
             "/parked".to_owned(),
-            format!("/pending?text={encoded}"),
+            format!("/forecast?text={encoded}"),
             format!("/orders/{}", encoded.replace('+', "%20")),
         ] {
             let answer = ask(worker.http.unwrap(), "GET", &path, &[("Cookie", &cookie)], "").await;
@@ -226,8 +226,8 @@ fn order_is_found_with_its_story() {
         }
         let none = get(&worker, "/orders/17").await;
         assert!(none.status == 404 && none.body.contains("There is no such order."), "{none:?}");
-        let pending = get(&worker, &format!("/pending?text={}", order.id)).await;
-        assert!(pending.body.contains(&format!("href=\"/orders/{}\"", order.id)), "{pending:?}");
+        let listed = get(&worker, &format!("/forecast?text={}", order.id)).await;
+        assert!(listed.body.contains(&format!("href=\"/orders/{}\"", order.id)), "{listed:?}");
         worker.stop().await;
     });
 }
@@ -309,7 +309,7 @@ fn odd_addresses_are_answered_with_pages() {
             ("GET", "/parked/retry", 405, "go to the page with the form"),
             ("PUT", "/", 405, "PUT is not possible here"),
             ("GET", "/orders/%ff", 400, "percent-encode the id"),
-            ("GET", "/pending?text=%00", 400, "NUL character"),
+            ("GET", "/forecast?text=%00", 400, "NUL character"),
             ("GET", "/unresolved?after=%00", 400, "control character"),
             ("GET", "/nothing", 404, "there is no such page"),
         ] {

@@ -595,7 +595,7 @@ fn parked_list_is_paged_and_shows_bodies() {
         let (code, page) = parked_command(&env, &["list", "--limit", "2"]);
         assert_eq!((code, page.lines().count()), (0, 4), "{page}");
         assert!(page.contains("{\"order_id\": \"1\"}") && page.contains("\\xff\\u001b[2J"), "{page}");
-        assert!(page.contains(&format!("2 of 5 shown; the next: add --after {}", ids[1])), "{page}");
+        assert!(page.contains(&format!("there may be more; the next: add --after {}", ids[1])), "{page}");
         let (_, page) = parked_command(&env, &["list", "--limit", "2", "--after", &ids[1], "--json"]);
         let rows = json_lines(&page);
         assert_eq!((&rows[0]["id"], &rows[1]["id"]), (&ids[2].as_str().into(), &ids[3].as_str().into()));

@@ -235,7 +235,7 @@ fn manual_close_claims_where_provider_is_asked() {
             let connections = WarmConnections::new(database);
             let closer = Closer::prepare(connections, statements.close).await.unwrap();
             let operator = Operator { who: "ann".into(), why: Some("a test".into()), run: Uuid::now_v7() };
-            let found = close_orders::close_each(&closer, &[order.order_id()], &operator).await;
+            let found = close_orders::close_each(&closer, &[order.order_id()], &operator, None).await.findings;
             assert_eq!(found[&order.order_id()].as_ref().unwrap().outcome, Outcome::Claimed);
             assert_eq!((env.status(&order).await.as_str(), service.calls()), ("closing", (0, 0)));
             let worker = env.worker().await;

@@ -9,7 +9,6 @@ use order_timeout::postgres::Database;
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::page::with_page;
 use order_timeout_testkit::{TestEnv, wait_for};
-use serde_json::json;
 
 const FIVE_MINUTES: Duration = Duration::from_secs(300);
 
@@ -124,8 +123,6 @@ fn page_counts_sent_reminders() {
             let row = "<th scope=\"row\">5m</th><td class=\"number\">1</td>";
             let page = async || crate::api::get(&worker, "/").await.body;
             wait_for("the reminder", async || page().await.contains(row)).await;
-            let sent = crate::api::get(&worker, "/api/v1/reminders").await.json();
-            assert_eq!((&sent[0]["kind"], &sent[0]["before_s"], &sent[0]["sent"]), (&json!("order"), &json!(300.0), &json!(1)));
             worker.stop().await;
         });
 }

@@ -147,10 +147,10 @@ async fn run_all_successfully(secret: &Secret, settings: &Settings, env: &TestEn
         for arguments in [
             &["setup"][..],
             &["setup", "--json"],
-            &["schedule", "--order-id", &held_id, "--in", "6s"],
-            &["schedule", "--order-id", &held_id, "--in", "6s", "--json"],
-            &["deadline", "--order-id", &held_id, "--in", "6s"],
-            &["deadline", "--order-id", &held_id, "--in", "6s", "--json"],
+            &["schedule", &held_id, "--in", "6s"],
+            &["schedule", &held_id, "--in", "6s", "--json"],
+            &["deadline", &held_id, "--in", "6s"],
+            &["deadline", &held_id, "--in", "6s", "--json"],
             &["topology"],
             &["close", &closed_id, "--json"],
             &["parked", "list"],
@@ -252,7 +252,7 @@ async fn run_with_failures(secret: &Secret, settings: &Settings) {
         settings
     };
     let user = format!("shop:{}", secret.encoded());
-    let schedule = &["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "6s"][..];
+    let schedule = &["schedule", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c", "--in", "6s"][..];
     let unreachable = Some("127.0.0.1:1");
     let (wrong_password, no_broker) = (amqp(&format!("{user}x"), None), amqp(&user, unreachable));
     let mut no_database = settings.clone();
@@ -328,7 +328,7 @@ fn addresses_can_come_from_files() {
         let amqp = file("amqp", &format!("{}\n", env.settings.amqp.url.expose_secret()));
         let database = file("database", env.settings.database.url.expose_secret());
         let order = env.order(Duration::from_secs(60)).await.id.to_string();
-        for arguments in [&["setup"][..], &["parked", "list"], &["schedule", "--order-id", &order, "--in", "60s"]] {
+        for arguments in [&["setup"][..], &["parked", "list"], &["schedule", &order, "--in", "60s"]] {
             let mut command = order_timeout(&env.settings);
             command.env_remove("ORDER_TIMEOUT__AMQP__URL").env_remove("ORDER_TIMEOUT__DATABASE__URL");
             command.env("ORDER_TIMEOUT__AMQP__URL_FILE", &amqp).env("ORDER_TIMEOUT__DATABASE__URL_FILE", &database);

@@ -185,7 +185,7 @@ fn explain_has_rows_of_all_tables() {
         let entry = &story["history"][0];
         assert_eq!((&entry["event"], &entry["by"]), (&json!("closed"), &json!("manual")));
         assert_eq!((&entry["who"], &entry["why"]), (&json!("night shift"), &json!("a test\nof history")));
-        let text = text(&env, &["explain", "--order-id", &id]).await;
+        let text = text(&env, &["explain", &id]).await;
         for part in
             [&format!("order {id}: it is closed: by hand, ")[..], "; who: night shift; why: a test of history\n"]
         {

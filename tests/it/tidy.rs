@@ -170,7 +170,6 @@ fn sqlx_stays_in_its_modules() {
         "operations/parked.rs",
         "operations/recent_closes.rs",
         "operations/reminders.rs",
-        "operations/status/mod.rs",
         "operations/status/parts.rs",
         "operations/unresolved.rs",
         "outbox/alarm_relay.rs",

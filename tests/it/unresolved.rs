@@ -60,12 +60,12 @@ fn unresolved_orders_are_retried_over_http() {
             orders.push(unresolved(&env, reason).await.id.to_string());
         }
         let worker = env.worker().await;
-        let overview = get(&worker, "/api/v1/status").await.json();
-        assert_eq!(overview["unresolved"][0]["orders"], 2, "{overview}");
+        let status = get(&worker, "/api/v1/status").await.json();
+        assert_eq!(status["unresolved"][0]["orders"], 2, "{status}");
         let first = get(&worker, "/api/v1/unresolved?limit=2").await.json();
-        assert_eq!((&first["orders"][0]["order_id"], &first["next"]), (&json!(orders[0]), &json!(orders[1])));
+        assert_eq!((&first["rows"][0]["order_id"], &first["next"]), (&json!(orders[0]), &json!(orders[1])));
         let next = get(&worker, &format!("/api/v1/unresolved?limit=2&after={}", orders[1])).await.json();
-        assert_eq!((&next["orders"][0]["reason"], next.get("next")), (&json!("refunded"), None));
+        assert_eq!((&next["rows"][0]["reason"], next.get("next")), (&json!("refunded"), None));
 
         let path = "/api/v1/unresolved/retry";
         let all = json!({ "all": true, "who": "night shift", "why": "the provider is back" });
@@ -82,8 +82,8 @@ fn unresolved_orders_are_retried_over_http() {
         let form = format!("id={}&why=rule+7", orders[0]);
         assert_eq!(submit(&worker, "/unresolved/retry", &own, "", &form).await.status, 401, "no login");
         let cookie = log_in(&worker).await;
-        wait_for("the count", async || get(&worker, "/").await.body.contains("href=\"/unresolved\">Look at them"))
-            .await;
+        let link = "href=\"/unresolved\">2 unresolved orders</a>";
+        wait_for("the count", async || get(&worker, "/").await.body.contains(link)).await;
         let page = ask(worker.http.unwrap(), "GET", "/unresolved", &[("Cookie", &cookie)], "").await.body;
         for part in ["card &lt;b&gt; ask: unknown", "check that the provider answers", &orders[1]] {
             assert!(page.contains(part), "lacks {part}: {page}");

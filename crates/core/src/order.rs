@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::ops::{Add, Sub};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -65,6 +66,13 @@ impl OrderId {
 impl AsRef<str> for OrderId {
     fn as_ref(&self) -> &str {
         self.as_str()
+    }
+}
+
+impl FromStr for OrderId {
+    type Err = OrderIdError;
+    fn from_str(text: &str) -> Result<Self, OrderIdError> {
+        Self::new(text)
     }
 }
 

@@ -6,6 +6,8 @@
 use std::borrow::Cow;
 
 use order_timeout_core::alarm::ParkReason;
+use order_timeout_core::message::read_rfc3339;
+use order_timeout_core::order::{OrderId, Timestamp};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 use serde_json::Number;
@@ -13,26 +15,66 @@ use utoipa::openapi::path::{Operation, Parameter};
 use utoipa::openapi::schema::{ObjectBuilder, Type};
 use utoipa::openapi::{Content, OpenApi, Ref, RefOr, Response, Schema};
 use utoipa::{PartialSchema, ToSchema};
+use uuid::Uuid;
 
 use super::Problem;
+use crate::operations::{name_or_reason, plain_text};
 
 /// An order's id: at most 200 bytes of UTF-8 without a control character.
-#[derive(ToSchema)]
-#[schema(pattern = r"^([ -~]{1,200}|[^\u0000-\u001f\u007f-\u009f]{1,50})$")]
-#[expect(dead_code, reason = "only its description is used")]
-pub(super) struct OrderIdText(String);
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(value_type = String, pattern = r"^([ -~]{1,200}|[^\u0000-\u001f\u007f-\u009f]{1,50})$")]
+pub(super) struct OrderIdText(pub OrderId);
+
+impl From<OrderIdText> for OrderId {
+    fn from(OrderIdText(id): OrderIdText) -> Self {
+        id
+    }
+}
+
+/// A parked alarm's id.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(value_type = String, format = Uuid)]
+pub(super) struct AlarmId(Uuid);
+
+impl From<AlarmId> for Uuid {
+    fn from(AlarmId(id): AlarmId) -> Self {
+        id
+    }
+}
 
 /// A name or a reason, for the record: not only spaces.
-#[derive(ToSchema)]
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(try_from = "String")]
 #[schema(min_length = 1, max_length = 500, pattern = r"^[^\u0000]*[^\s\u0000][^\u0000]*$")]
-#[expect(dead_code, reason = "only its description is used")]
-pub(super) struct NameOrReason(String);
+pub(super) struct NameOrReason(pub String);
+
+impl TryFrom<String> for NameOrReason {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        name_or_reason(&text).map(Self)
+    }
+}
 
 /// A text that a database can keep.
-#[derive(ToSchema)]
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(try_from = "String")]
 #[schema(max_length = 200, pattern = r"^[^\u0000]*$")]
-#[expect(dead_code, reason = "only its description is used")]
-pub(super) struct PlainText(String);
+pub(super) struct PlainText(pub String);
+
+impl TryFrom<String> for PlainText {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, &'static str> {
+        plain_text(&text).map(Self)
+    }
+}
+
+impl From<PlainText> for String {
+    fn from(PlainText(text): PlainText) -> Self {
+        text
+    }
+}
 
 /// A kind of deadlines.
 #[derive(ToSchema)]
@@ -41,7 +83,26 @@ pub(super) struct PlainText(String);
 pub(super) struct KindName(String);
 
 /// Why an alarm is parked.
-pub(super) struct ParkedReason;
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub(super) struct ParkedReason(pub String);
+
+impl TryFrom<String> for ParkedReason {
+    type Error = String;
+
+    fn try_from(word: String) -> Result<Self, String> {
+        match ParkReason::WORDS.contains(&word.as_str()) {
+            true => Ok(Self(word)),
+            false => Err(format!("{word} is no reason; give one of {}", ParkReason::WORDS.join(", "))),
+        }
+    }
+}
+
+impl From<ParkedReason> for String {
+    fn from(ParkedReason(word): ParkedReason) -> Self {
+        word
+    }
+}
 
 impl PartialSchema for ParkedReason {
     fn schema() -> RefOr<Schema> {
@@ -52,6 +113,26 @@ impl PartialSchema for ParkedReason {
 impl ToSchema for ParkedReason {
     fn name() -> Cow<'static, str> {
         "ParkedReason".into()
+    }
+}
+
+/// Rows on a page of a list: 1 to 1000.
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(try_from = "i64")]
+pub(super) struct PageSize(pub i64);
+
+impl Default for PageSize {
+    fn default() -> Self {
+        Self(100)
+    }
+}
+
+impl TryFrom<i64> for PageSize {
+    type Error = String;
+
+    fn try_from(rows: i64) -> Result<Self, String> {
+        let fits = (1..=1_000).contains(&rows);
+        fits.then_some(Self(rows)).ok_or_else(|| format!("{rows} rows do not fit on a page; ask for 1 to 1000"))
     }
 }
 
@@ -85,6 +166,20 @@ pub(super) fn integers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec
     let given = Vec::<Number>::deserialize(deserializer)?;
     let read = |number| read(number).ok_or_else(|| Error::custom(format!("{number} is no whole number of 64 bits")));
     given.iter().map(read).collect()
+}
+
+/// A time with its offset, RFC 3339.
+///
+/// # Errors
+/// The deserializer's.
+pub(super) fn time<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Timestamp>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let fault = || {
+        Error::custom(format!(
+            "{text} is not a time; write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z"
+        ))
+    };
+    read_rfc3339(&text).map(Some).ok_or_else(fault)
 }
 
 /// A flag that may be left out and is not `false`.

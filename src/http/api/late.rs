@@ -14,16 +14,14 @@ use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::site::Shared;
-use super::described::{NameOrReason, integers};
+use super::Problem;
+use super::change::{not_too_many, operator};
+use super::described::{NameOrReason, PageSize, integers};
 use super::extract::{Body, InPath, Parameters, WithToken};
 use super::reads::json;
-use super::{Problem, not_too_many, operator};
-use crate::operations::late_payments::{self, LatePage, LatePayment, ReopenedOrder};
+use crate::operations::Page;
+use crate::operations::late_payments::{self, LatePayment, ReopenedOrder};
 use crate::postgres::Operator;
-
-/// Payments on a page, if the caller does not say, and at most.
-const PAGE: i64 = 100;
-const LARGEST_PAGE: i64 = 1_000;
 
 /// Which payments.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -36,54 +34,35 @@ pub(super) struct LateParameters {
     /// `next` of the page before.
     after: Option<i64>,
     /// Payments on the page, 1 to 1000; 100 if it is not given.
-    #[param(minimum = 1, maximum = 1000)]
-    limit: Option<i64>,
+    #[serde(default)]
+    #[param(value_type = Option<i64>, minimum = 1, maximum = 1000)]
+    limit: PageSize,
 }
 
-/// A page of payments that paid for nothing.
-#[derive(Debug, Serialize, ToSchema)]
-pub(super) struct LatePayments {
-    /// In the order in which they were recorded.
-    payments: Vec<LatePayment>,
-    /// The parameter `after` of the next page; absent at the end.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    next: Option<i64>,
-}
-
-/// Payments that paid for nothing and are not settled.
+/// Payments that paid for nothing and are not settled, in the order in which they were recorded.
 #[utoipa::path(get, path = "/late-payments", tag = "late money", params(LateParameters), responses(
-    (status = 200, body = LatePayments),
+    (status = 200, body = Page<LatePayment>),
 ))]
 pub(super) async fn list(
     State(shared): State<Arc<Shared>>,
-    Parameters(asked): Parameters<LateParameters>,
+    Parameters(LateParameters { all, after, limit }): Parameters<LateParameters>,
 ) -> Result<Response, Problem> {
-    let limit = asked.limit.unwrap_or(PAGE);
-    if !(1..=LARGEST_PAGE).contains(&limit) {
-        return Err(Problem::bad_request(format!("{limit} payments do not fit on a page; ask for 1 to 1000")));
-    }
-    let page = LatePage { with_settled: asked.all, after: asked.after.unwrap_or(0), limit };
-    let payments = late_payments::list(&shared.sources().await?.database, &page).await;
-    let payments = payments.map_err(late_payments::unavailable)?;
-    let is_full = i64::try_from(payments.len()).is_ok_and(|shown| shown >= limit);
-    let next = payments.last().filter(|_| is_full).map(|last| last.id);
-    json(&LatePayments { payments, next })
+    let database = &shared.sources().await?.database;
+    json(&late_payments::list(database, all, after.unwrap_or(0), limit.0).await?)
 }
 
 /// Payments to settle.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(in crate::http) struct RefundDue {
+pub(super) struct RefundDue {
     /// These.
     #[serde(deserialize_with = "integers")]
     #[schema(min_items = 1, max_items = 1000)]
-    pub ids: Vec<i64>,
+    ids: Vec<i64>,
     /// The operator's name, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub who: String,
+    who: NameOrReason,
     /// Why, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub why: String,
+    why: NameOrReason,
 }
 
 /// What became of the payments.
@@ -104,19 +83,18 @@ pub(super) async fn refund_due(
     WithToken(shared): WithToken,
     Body(change): Body<RefundDue>,
 ) -> Result<Response, Problem> {
-    json(&settle_refund_due(&shared, change).await?)
+    let RefundDue { ids, who, why } = change;
+    json(&settle_refund_due(&shared, not_too_many(ids)?, &operator(who, why)).await?)
 }
 
 /// Who reopens an order, and why.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(in crate::http) struct Reopening {
+pub(super) struct Reopening {
     /// The operator's name, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub who: String,
+    who: NameOrReason,
     /// Why, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub why: String,
+    why: NameOrReason,
 }
 
 /// Pays the closed order of a late payment with it, and takes again what the order had reserved; all of that or nothing.
@@ -129,19 +107,20 @@ pub(in crate::http) struct Reopening {
 pub(super) async fn reopen(
     WithToken(shared): WithToken,
     InPath(id): InPath<i64>,
-    Body(change): Body<Reopening>,
+    Body(Reopening { who, why }): Body<Reopening>,
 ) -> Result<Response, Problem> {
-    json(&reopen_order(&shared, id, change).await?)
+    json(&reopen_order(&shared, id, &operator(who, why)).await?)
 }
 
 /// For callers that were authorised, as of [`refund_due`].
-pub(in crate::http) async fn settle_refund_due(shared: &Shared, change: RefundDue) -> Result<Refunded, Problem> {
-    let (operator, ids) = (operator(&change.who, &change.why)?, not_too_many(change.ids)?);
-    let database = &shared.sources().await?.database;
-    let settled = late_payments::refund_due(database, &ids, &operator).await;
-    let settled = settled.map_err(late_payments::unavailable)?;
+pub(in crate::http) async fn settle_refund_due(
+    shared: &Shared,
+    ids: Vec<i64>,
+    operator: &Operator,
+) -> Result<Refunded, Problem> {
+    let settled = late_payments::refund_due(&shared.sources().await?.database, &ids, operator).await?;
     let not_open: Vec<i64> = ids.into_iter().filter(|id| !settled.contains(id)).collect();
-    let Operator { who, why, run } = &operator;
+    let Operator { who, why, run } = operator;
     info!(who, why, %run, ?settled, ?not_open, "late payments were settled as due to be given back over HTTP");
     Ok(Refunded { settled, not_open })
 }
@@ -150,17 +129,14 @@ pub(in crate::http) async fn settle_refund_due(shared: &Shared, change: RefundDu
 pub(in crate::http) async fn reopen_order(
     shared: &Shared,
     id: i64,
-    change: Reopening,
+    operator: &Operator,
 ) -> Result<ReopenedOrder, Problem> {
-    let operator = operator(&change.who, &change.why)?;
     if !shared.settings.has_default_orders(&Kind::ORDER) {
         let why = "only orders of the default table can be reopened, and the settings name another; settle the payment as due to be given back, or reopen the order yourself";
         return Err(Problem::new(StatusCode::CONFLICT, why));
     }
-    let reopened = late_payments::reopen(&shared.sources().await?.database, id, &operator).await;
-    let reopened = reopened.map_err(late_payments::unavailable)?;
-    let reopened = reopened.map_err(|why| Problem::new(StatusCode::CONFLICT, why.to_string()))?;
-    let Operator { who, why, run } = &operator;
+    let reopened = late_payments::reopen(&shared.sources().await?.database, id, operator).await?;
+    let Operator { who, why, run } = operator;
     info!(who, why, %run, late_payment = id, order_id = %reopened.order_id, "an order was reopened over HTTP");
     Ok(reopened)
 }

@@ -3,6 +3,7 @@
 //!
 //! Reads parameters, calls an operation, and answers; decides nothing else.
 
+pub(super) mod change;
 mod described;
 mod extract;
 pub(super) mod late;
@@ -21,28 +22,21 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{Info, OpenApi};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
-use uuid::Uuid;
 
 use super::site::Shared;
-use crate::operations::name_or_reason;
-use crate::postgres::Operator;
 pub(super) use problem::Problem;
 
 /// Where it begins.
 const ROOT: &str = "/api/v1";
 /// A thousand order ids of 200 bytes, each byte escaped, and a reason. Read only from clients with the token.
 const LARGEST_BODY_BYTES: usize = 1024 * 1024;
-/// Rows that one request can choose.
-const MOST_IDS: usize = 1_000;
 
 fn described() -> OpenApiRouter<Arc<Shared>> {
     let routes = OpenApiRouter::new()
         .routes(routes!(reads::status))
-        .routes(routes!(reads::last_hour))
         .routes(routes!(reads::order))
-        .routes(routes!(reads::pending))
         .routes(routes!(reads::forecast))
-        .routes(routes!(reads::sent_reminders))
+        .routes(routes!(reads::forecast_orders))
         .routes(routes!(parked::list))
         .routes(routes!(parked::retry))
         .routes(routes!(parked::drop_alarms))
@@ -66,30 +60,6 @@ pub(super) fn router() -> Router<Arc<Shared>> {
         .layer(DefaultBodyLimit::max(LARGEST_BODY_BYTES))
 }
 
-/// The operator of a change, with a run of its own.
-pub(in crate::http) fn operator(who: &str, why: &str) -> Result<Operator, Problem> {
-    let checked =
-        |name: &str, text: &str| name_or_reason(text).map_err(|why| Problem::bad_request(format!("{name}: {why}")));
-    let (who, why) = (checked("who", who)?, checked("why", why)?);
-    Ok(Operator { who, why: Some(why), run: Uuid::now_v7() })
-}
-
-/// The chosen rows: at least one.
-fn not_too_many<Id>(ids: Vec<Id>) -> Result<Vec<Id>, Problem> {
-    match ids.len() {
-        1..=MOST_IDS => Ok(ids),
-        count => Err(Problem::bad_request(format!("ids has {count}; give 1 to {MOST_IDS}"))),
-    }
-}
-
-/// A text as of `PlainText` in the description.
-fn plain<'a>(name: &str, text: &'a str) -> Result<&'a str, Problem> {
-    let fits = text.chars().count() <= 200 && !text.contains('\0');
-    fits.then_some(text).ok_or_else(|| {
-        Problem::bad_request(format!("{name} is longer than 200 characters or contains a NUL character"))
-    })
-}
-
 async fn no_such_path() -> Problem {
     Problem::new(StatusCode::NOT_FOUND, "there is no such path; docs/openapi.yaml lists them")
 }
@@ -105,7 +75,7 @@ pub fn openapi() -> OpenApi {
     let mut api = described().into_openapi();
     let mut info = Info::new("order-timeout", "1");
     info.description = Some(
-        "What falls due, why an order is open, reminders, parked alarms, late money, unresolved orders and pauses of closing. Served below http.listen if http.page is true. \
+        "What falls due, why an order is open, parked alarms, late money, unresolved orders and pauses of closing. Served below http.listen if http.page is true. \
          Errors are application/problem+json (RFC 9457). Text from outside, such as ids, names, reasons and bodies, is data: it is what was stored. \
          Characters that are invisible or change the direction of text are written as JSON escapes (such as \\u202e), and a program that shows them must do so too; \
          in `detail`, which is for people, they are shown as such."

@@ -14,11 +14,13 @@ use tracing::info;
 use utoipa::ToSchema;
 
 use super::super::site::Shared;
+use super::Problem;
+use super::change::operator;
 use super::described::{KindName, NameOrReason};
 use super::extract::{Body, WithToken};
 use super::reads::json;
-use super::{Problem, operator};
 use crate::operations::pause_closing::{self, DueAtResume, Paused, Pauses, Resumed};
+use crate::postgres::Operator;
 
 /// Pauses that are over, in an answer.
 pub(in crate::http) const ENDED: i64 = 20;
@@ -31,39 +33,35 @@ pub(super) async fn list(State(shared): State<Arc<Shared>>) -> Result<Response, 
     json(&pause_closing::list(&shared.sources().await?.database, ENDED).await?)
 }
 
-/// Which kind is paused or resumed.
+/// Which kind is paused.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(in crate::http) struct PauseChange {
+pub(super) struct PauseChange {
     /// As the settings name it; every kind if it is not given.
     #[serde(default)]
     #[schema(value_type = Option<KindName>)]
-    pub kind: Option<Kind>,
+    kind: Option<Kind>,
     /// The operator's name, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub who: String,
+    who: NameOrReason,
     /// Why, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub why: String,
+    why: NameOrReason,
 }
 
 /// Which kind is resumed.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(in crate::http) struct ResumeChange {
+pub(super) struct ResumeChange {
     /// As the settings name it; every kind if it is not given.
     #[serde(default)]
     #[schema(value_type = Option<KindName>)]
-    pub kind: Option<Kind>,
+    kind: Option<Kind>,
     /// The operator's name, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub who: String,
+    who: NameOrReason,
     /// Why, for the record.
-    #[schema(value_type = NameOrReason)]
-    pub why: String,
+    why: NameOrReason,
     /// Whether more than 20 orders that are due are to be closed.
     #[serde(default)]
-    pub yes: bool,
+    yes: bool,
 }
 
 /// Pauses closing: no worker closes an order of the kind until it is resumed, also after a restart.
@@ -72,7 +70,7 @@ pub(in crate::http) struct ResumeChange {
     (status = 404, body = Problem, content_type = "application/problem+json", description = "there is no such kind"),
 ))]
 pub(super) async fn pause(WithToken(shared): WithToken, Body(change): Body<PauseChange>) -> Result<Response, Problem> {
-    json(&begin_pause(&shared, change).await?)
+    json(&begin_pause(&shared, change.kind.as_ref(), &operator(change.who, change.why)).await?)
 }
 
 /// Ends the pause of a kind, or every pause: what is due is closed then.
@@ -87,12 +85,16 @@ pub(super) async fn resume(
     WithToken(shared): WithToken,
     Body(change): Body<ResumeChange>,
 ) -> Result<Response, Problem> {
-    json(&end_pauses(&shared, change).await?)
+    let ResumeChange { kind, who, why, yes } = change;
+    json(&end_pauses(&shared, kind.as_ref(), &operator(who, why), yes).await?)
 }
 
 /// For callers that were authorised, as of [`pause`].
-pub(in crate::http) async fn begin_pause(shared: &Shared, change: PauseChange) -> Result<Paused, Problem> {
-    let (kind, operator) = (change.kind.as_ref(), operator(&change.who, &change.why)?);
+pub(in crate::http) async fn begin_pause(
+    shared: &Shared,
+    kind: Option<&Kind>,
+    operator: &Operator,
+) -> Result<Paused, Problem> {
     pause_closing::require_known(&shared.settings, kind)?;
     let (who, why) = (&operator.who, operator.why.as_deref().unwrap_or_default());
     let paused = pause_closing::pause(&shared.sources().await?.database, kind, why, who).await?;
@@ -101,11 +103,15 @@ pub(in crate::http) async fn begin_pause(shared: &Shared, change: PauseChange) -
 }
 
 /// For callers that were authorised, as of [`resume`].
-pub(in crate::http) async fn end_pauses(shared: &Shared, change: ResumeChange) -> Result<Resumed, Problem> {
-    let (kind, operator) = (change.kind.as_ref(), operator(&change.who, &change.why)?);
+pub(in crate::http) async fn end_pauses(
+    shared: &Shared,
+    kind: Option<&Kind>,
+    operator: &Operator,
+    yes: bool,
+) -> Result<Resumed, Problem> {
     pause_closing::require_known(&shared.settings, kind)?;
     let (who, why, database) = (&operator.who, operator.why.as_deref(), &shared.sources().await?.database);
-    let resumed = pause_closing::resume(database, &shared.settings, kind, why, who, change.yes).await?;
+    let resumed = pause_closing::resume(database, &shared.settings, kind, why, who, yes).await?;
     if resumed.needs_yes {
         let due: Vec<String> = resumed.due.iter().map(DueAtResume::sentence).collect();
         let why = format!(

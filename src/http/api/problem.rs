@@ -11,9 +11,10 @@ use serde::Serialize;
 
 use super::super::site::{Denied, SourceError};
 use crate::operations::forecast::ForecastError;
+use crate::operations::late_payments::ReopenError;
 use crate::operations::parked::ParkedError;
 use crate::operations::pause_closing::PauseError;
-use crate::operations::pending::PendingError;
+use crate::operations::unresolved::DecisionError;
 use crate::postgres::DatabaseError;
 use crate::sanitize;
 
@@ -101,23 +102,33 @@ impl From<ParkedError> for Problem {
     }
 }
 
-impl From<PendingError> for Problem {
-    fn from(error: PendingError) -> Self {
+impl From<ReopenError> for Problem {
+    fn from(error: ReopenError) -> Self {
         match error {
-            PendingError::Unknown(_) => Self::unavailable(error.to_string()),
-            PendingError::Place(_) => Self::new(StatusCode::NOT_FOUND, error.to_string()),
-            PendingError::EmptyWindow { .. } => Self::new(StatusCode::CONFLICT, error.to_string()),
-            _ => Self::bad_request(error.to_string()),
+            ReopenError::Database(_) => Self::unavailable(error.to_string()),
+            _ => Self::new(StatusCode::CONFLICT, error.to_string()),
+        }
+    }
+}
+
+impl From<DecisionError> for Problem {
+    fn from(error: DecisionError) -> Self {
+        match error {
+            DecisionError::Database(_) => Self::unavailable(error.to_string()),
+            _ => Self::new(StatusCode::CONFLICT, error.to_string()),
         }
     }
 }
 
 impl From<ForecastError> for Problem {
     fn from(error: ForecastError) -> Self {
-        match error {
-            ForecastError::Unknown(_) => Self::unavailable(error.to_string()),
-            ForecastError::Reach(_) => Self::bad_request(error.to_string()),
-        }
+        let status = match error {
+            ForecastError::Unknown(_) => StatusCode::SERVICE_UNAVAILABLE,
+            ForecastError::Reach(_) => StatusCode::BAD_REQUEST,
+            ForecastError::Place(_) => StatusCode::NOT_FOUND,
+            ForecastError::EmptyWindow { .. } => StatusCode::CONFLICT,
+        };
+        Self::new(status, error.to_string())
     }
 }
 

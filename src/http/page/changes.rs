@@ -2,36 +2,28 @@
 //!
 //! Decides whether a change may be asked for; changes nothing itself.
 
-use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use axum::Form;
 use axum::extract::{FromRequest, FromRequestParts, Request};
-use axum::http::StatusCode;
 use axum::http::request::Parts;
+use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Redirect, Response};
 use maud::{Markup, html};
 use serde::de::DeserializeOwned;
+use url::form_urlencoded::{self, Serializer};
 
 use super::super::api::Problem;
+use super::super::api::change::operator_of_form;
 use super::super::site::{Shared, is_from_this_site};
 use super::failed;
 use super::layout::{Visitor, login_path};
+use crate::operations::Page;
+use crate::postgres::Operator;
 
 /// A form with several fields of one name.
 pub(super) type Fields = Vec<(String, String)>;
-
-/// What a form asks for.
-#[derive(Debug)]
-pub(super) struct Asked<Id> {
-    /// The chosen rows: at least one.
-    pub ids: Vec<Id>,
-    /// The name of the login.
-    pub who: String,
-    /// As it was typed, unchecked.
-    pub why: String,
-}
 
 /// A request that a form of this page has sent. Decided before the form is read.
 #[derive(Debug)]
@@ -72,7 +64,7 @@ impl FromRequestParts<Arc<Shared>> for Permitted {
     }
 }
 
-/// A form's fields. What is wrong with them is told as a page.
+/// A form's fields, or those of an address. What is wrong with them is told as a page.
 #[derive(Debug)]
 pub(super) struct Filled<T>(pub T);
 
@@ -82,6 +74,7 @@ impl<T: DeserializeOwned> FromRequest<Arc<Shared>> for Filled<T> {
     async fn from_request(request: Request, shared: &Arc<Shared>) -> Result<Self, Response> {
         let (mut parts, body) = request.into_parts();
         let Ok(visitor) = Visitor::from_request_parts(&mut parts, shared).await;
+        parts.uri = without_empty(&parts.uri);
         match Form::from_request(Request::from_parts(parts, body), shared).await {
             Ok(Form(fields)) => Ok(Self(fields)),
             Err(fault) => {
@@ -92,20 +85,28 @@ impl<T: DeserializeOwned> FromRequest<Arc<Shared>> for Filled<T> {
     }
 }
 
+/// The address without fields that were left empty: they are as good as none.
+fn without_empty(uri: &Uri) -> Uri {
+    let Some(query) = uri.query() else { return uri.clone() };
+    let filled = form_urlencoded::parse(query.as_bytes()).filter(|(_, text)| !text.is_empty());
+    let query = Serializer::new(String::new()).extend_pairs(filled).finish();
+    format!("{}?{query}", uri.path()).parse().unwrap_or_else(|_| uri.clone())
+}
+
 /// The text in the field of this name; empty if there is none.
 pub(super) fn field(fields: &Fields, name: &str) -> String {
     let found = fields.iter().find(|(of, _)| of == name);
     found.map(|(_, text)| text.clone()).unwrap_or_default()
 }
 
-/// What a form with rows to choose asks for.
-pub(super) fn asked<Id: FromStr>(who: String, fields: &Fields) -> Result<Asked<Id>, Problem> {
+/// The rows that a form has chosen, and its operator.
+pub(super) fn chosen<Id: FromStr>(who: String, fields: &Fields) -> Result<(Vec<Id>, Operator), Problem> {
     let ids: Result<Vec<Id>, _> = fields.iter().filter(|(name, _)| name == "id").map(|(_, id)| id.parse()).collect();
     let ids = ids.map_err(|_| Problem::bad_request("one of the chosen rows has no valid id; load the page again"))?;
     if ids.is_empty() {
         return Err(Problem::bad_request("nothing was chosen; check the box before at least one row"));
     }
-    Ok(Asked { ids, who, why: field(fields, "why") })
+    Ok((ids, operator_of_form(who, field(fields, "why"))?))
 }
 
 /// The page that follows: where to go on, or what is wrong.
@@ -116,24 +117,76 @@ pub(super) fn answer(visitor: &Visitor, done: Result<String, Problem>) -> Respon
     }
 }
 
-/// The form around a table of rows that can be chosen, with the reason and a button for each change.
-pub(super) fn form(table: &Markup, buttons: &Markup) -> Markup {
-    html! {
-        form method="post" {
-            (table)
-            div.change {
-                label for="why" { "Why" }
-                input #why name="why" required maxlength="500" autocomplete="off";
-                (buttons)
-            }
-        }
-    }
+/// A list whose rows can be chosen for a change.
+pub(super) struct ChoiceList<'a, Row> {
+    /// Its address, also of its next page.
+    pub path: &'a str,
+    /// What it has, in the plural, and one of its rows.
+    pub name: &'a str,
+    pub row: &'a str,
+    /// The key of a row.
+    pub id: fn(&Row) -> String,
+    /// Its columns: a name, which stands before the cell on a narrow screen, whether it has numbers, and the cell.
+    pub columns: Vec<(&'a str, bool, Cell<'a, Row>)>,
+    /// A button for each change.
+    pub buttons: Markup,
+    /// What one can do there after logging in, and the command that does the same.
+    pub change: (&'a str, &'a str),
 }
 
-/// The first cell of a row that can be chosen.
-pub(super) fn choice(id: impl Display, what: &str) -> Markup {
-    html! {
-        td data-name="chosen" { input type="checkbox" name="id" value=(id) aria-label=(format!("choose {what} {id}")); }
+/// Renders a cell.
+pub(super) type Cell<'a, Row> = Box<dyn Fn(&Row) -> Markup + 'a>;
+
+impl<Row> ChoiceList<'_, Row> {
+    /// The table, as a form for a visitor who has logged in, and a link to the next page.
+    pub fn render(&self, page: &Page<Row>, visitor: &Visitor) -> Markup {
+        let next = page.next.as_ref().map(|next| {
+            let begin = if self.path.contains('?') { "&" } else { "?" };
+            format!("{}{begin}{}", self.path, Serializer::new(String::new()).append_pair("after", next).finish())
+        });
+        html! {
+            @if page.rows.is_empty() {
+                p { "None." }
+            } @else if visitor.session.is_some() {
+                form method="post" {
+                    (self.table(&page.rows, true))
+                    div.change {
+                        label for="why" { "Why" }
+                        input #why name="why" required maxlength="500" autocomplete="off";
+                        (self.buttons)
+                    }
+                }
+            } @else {
+                (self.table(&page.rows, false))
+                (how_to_change(visitor, self.path, self.change.0, self.change.1))
+            }
+            @if let Some(next) = next { p { a href=(next) { "Next page" } } }
+        }
+    }
+
+    fn table(&self, rows: &[Row], is_choosable: bool) -> Markup {
+        let class = |is_number: &bool| is_number.then_some("number");
+        html! {
+            div.scroll tabindex="0" role="region" aria-label=(self.name) {
+                table.cards {
+                    thead { tr {
+                        @if is_choosable { th scope="col" { "chosen" } }
+                        @for (name, is_number, _) in &self.columns { th class=[class(is_number)] scope="col" { (name) } }
+                    } }
+                    tbody { @for row in rows { tr {
+                        @if is_choosable {
+                            @let id = (self.id)(row);
+                            td data-name="chosen" {
+                                input type="checkbox" name="id" value=(id) aria-label=(format!("choose {} {id}", self.row));
+                            }
+                        }
+                        @for (name, is_number, cell) in &self.columns {
+                            td class=[class(is_number)] data-name=(name) { (cell(row)) }
+                        }
+                    } } }
+                }
+            }
+        }
     }
 }
 

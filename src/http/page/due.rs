@@ -7,8 +7,8 @@ use std::sync::Arc;
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
 
-use super::overview::not_known;
 use super::plots;
+use super::status::not_known;
 use super::words::{age, clock, count, money, number, shown, time};
 use crate::operations::forecast::{Forecast, Outlook};
 

@@ -34,14 +34,14 @@ pub(super) fn section(shared: &Shared, view: Option<&View>, now: Instant) -> Mar
 }
 
 fn row(shared: &Shared, view: Option<&View>, kind: &Kind, now: Instant) -> Markup {
-    let overview = view.and_then(|view| view.overview.as_ref().ok());
-    let of_kind = overview.and_then(|overview| overview.kinds.iter().find(|of| of.kind == *kind));
+    let status = view.and_then(|view| view.status.as_ref().ok());
+    let of_kind = status.and_then(|status| status.kinds.iter().find(|of| of.kind == *kind));
     let forecast = view.and_then(|view| view.forecasts.get(kind)).and_then(|forecast| forecast.as_ref().ok());
     let served = shared.served.list().into_iter().find(|served| served.kind == *kind);
     let hour = served.as_ref().and_then(|served| read_as_one(&served.last_hour, now));
     html! {
         tr {
-            th scope="row" data-name="kind" { a href=(format!("/pending?kind={kind}")) { (kind) } }
+            th scope="row" data-name="kind" { a href=(format!("/forecast?kind={kind}")) { (kind) } }
             td data-name="overdue" class=(if of_kind.is_some_and(OverdueOfKind::is_late) { "number bad" } else { "number" }) {
                 (overdue(of_kind))
             }
@@ -50,7 +50,7 @@ fn row(shared: &Shared, view: Option<&View>, kind: &Kind, now: Instant) -> Marku
             }
             (closes(hour.as_ref()))
             td data-name="state" {
-                @if overview.is_some_and(|overview| overview.is_paused(kind)) { p.bad { "closing is paused" } }
+                @if status.is_some_and(|status| status.is_paused(kind)) { p.bad { "closing is paused" } }
                 @else { (state(shared, kind, served.is_some(), of_kind)) }
             }
         }

@@ -4,6 +4,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
@@ -20,8 +21,8 @@ use crate::operations::status::Waiting;
 
 /// The pages that have no parameter, and their titles.
 const PAGES: [(&str, &str); 6] = [
-    ("/", "Overview"),
-    ("/pending", "Pending"),
+    ("/", "Status"),
+    ("/forecast", "Forecast"),
     ("/parked", "Parked alarms"),
     ("/late", "Late money"),
     ("/unresolved", "Unresolved"),
@@ -63,7 +64,7 @@ impl FromRequestParts<Arc<Shared>> for Visitor {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, shared: &Arc<Shared>) -> Result<Self, Infallible> {
-        let session = session_key(&parts.headers).and_then(|key| shared.sessions.find(key, shared.now()));
+        let session = session_key(&parts.headers).and_then(|key| shared.sessions.find(key, Instant::now()));
         let (kinds, (waiting, at)) = (shared.kinds().to_vec(), shared.feed.waiting().await);
         Ok(Self { is_writable: shared.is_writable(), session, kinds, waiting, at })
     }
@@ -194,6 +195,11 @@ pub(super) fn kind_choice(kinds: &[Kind], chosen: Option<&Kind>) -> Markup {
 pub(super) fn order_path(kind: &Kind, id: &str) -> String {
     let id: String = byte_serialize(id.as_bytes()).map(|part| part.replace('+', "%20")).collect();
     if kind.is_default() { format!("/orders/{id}") } else { format!("/orders/{id}?kind={kind}") }
+}
+
+/// A link to it.
+pub(super) fn order_link(kind: &Kind, id: &str) -> Markup {
+    html! { a href=(order_path(kind, id)) { code { (shown(id)) } } }
 }
 
 #[cfg(test)]

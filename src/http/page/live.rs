@@ -18,7 +18,7 @@ use super::super::Attended;
 use super::super::api::Problem;
 use super::super::site::{Shared, View};
 use super::layout::tabs;
-use super::overview::rendered;
+use super::status::rendered;
 use crate::operations::status::Status;
 
 /// Then the browser connects again; a dead one does not.
@@ -53,8 +53,8 @@ async fn next(mut following: Following) -> Option<(Result<Event, Infallible>, Fo
     let event = match tokio::time::timeout(TURN, following.views.changed()).await {
         Ok(Ok(())) => {
             let view = following.views.borrow_and_update().clone();
-            let overview = view.as_ref().and_then(|view| view.overview.as_ref().ok());
-            let tabs = tabs("Overview", &overview.map(Status::waiting).unwrap_or_default()).into_string();
+            let status = view.as_ref().and_then(|view| view.status.as_ref().ok());
+            let tabs = tabs("Status", &status.map(Status::waiting).unwrap_or_default()).into_string();
             Event::default().event("sections").data(rendered(&following.shared, view.as_deref()).to_string() + &tabs)
         }
         Ok(Err(_)) => return None,

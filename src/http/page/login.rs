@@ -3,6 +3,7 @@
 //! A login is a cookie that only this site sends back.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::Extension;
 use axum::extract::rejection::QueryRejection;
@@ -78,7 +79,7 @@ pub(super) async fn begin(
         Ok(who) => who,
         Err(why) => return failed(&visitor, &Problem::bad_request(format!("your name: {why}"))),
     };
-    let Some(key) = shared.sessions.begin(who.clone(), shared.now()) else {
+    let Some(key) = shared.sessions.begin(who.clone(), Instant::now()) else {
         return failed(&visitor, &Problem::unavailable("the system has no random numbers; try again"));
     };
     info!(who, %peer, "logged in over HTTP");

@@ -5,19 +5,19 @@
 
 mod changes;
 mod due;
+mod forecast;
 mod kinds;
 mod late;
 mod layout;
 mod live;
 mod login;
 mod order;
-mod overview;
 mod parked;
 mod pauses;
-mod pending;
 mod plots;
 mod providers;
 mod reminders;
+mod status;
 mod unresolved;
 mod words;
 
@@ -29,7 +29,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use maud::html;
+use maud::{Markup, html};
 
 use super::api::Problem;
 use super::site::Shared;
@@ -38,12 +38,15 @@ use layout::{Layout, Visitor};
 /// A thousand checked alarms are 50 kB.
 const LARGEST_FORM_BYTES: usize = 64 * 1024;
 
+/// Rows on a page of a list.
+const PAGE_SIZE: i64 = 100;
+
 /// Its routes.
 pub(super) fn router() -> Router<Arc<Shared>> {
     Router::new()
-        .route("/", get(overview::page))
+        .route("/", get(status::page))
         .route("/live", get(live::stream))
-        .route("/pending", get(pending::page))
+        .route("/forecast", get(forecast::page))
         .route("/orders", get(order::find))
         .route("/orders/{order_id}", get(order::page))
         .route("/parked", get(parked::page))
@@ -76,8 +79,16 @@ async fn not_found(visitor: Visitor) -> Response {
 
 /// Such as when the address of a form is opened again.
 async fn wrong_method(visitor: Visitor, method: Method) -> Response {
-    let why = format!("{method} is not possible here; go to the page with the form, or back to the overview");
+    let why = format!("{method} is not possible here; go to the page with the form, or back to the status");
     failed(&visitor, &Problem::new(StatusCode::METHOD_NOT_ALLOWED, why))
+}
+
+/// A page with these contents, or one that says what is wrong.
+fn show(visitor: &Visitor, title: &str, contents: Result<Markup, Problem>) -> Response {
+    match contents {
+        Ok(contents) => Layout::new(title, visitor).render(contents).into_response(),
+        Err(problem) => failed(visitor, &problem),
+    }
 }
 
 /// A page that says what is wrong.
@@ -85,7 +96,7 @@ fn failed(visitor: &Visitor, problem: &Problem) -> Response {
     let page = Layout::new(&problem.title, visitor).render(html! {
         h1 { (problem.title) }
         p.bad { (words::shown(&problem.detail)) }
-        p { a href="/" { "Overview" } }
+        p { a href="/" { "Status" } }
     });
     (StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), page).into_response()
 }

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use axum::extract::rejection::{PathRejection, QueryRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Redirect, Response};
 use maud::{Markup, html};
@@ -13,17 +13,16 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::order::OrderId;
 use serde::Deserialize;
 
-use super::super::api::Problem;
 use super::super::api::reads::KindParameter;
 use super::super::site::Shared;
-use super::failed;
-use super::layout::{Layout, Visitor, kind_choice, order_path};
-use super::overview::not_known;
-use super::pending::pending_with;
+use super::changes::Filled;
+use super::forecast::due_with;
+use super::layout::{Visitor, kind_choice, order_path};
+use super::show;
+use super::status::not_known;
 use super::words::{capitalised, precise, shown, with_code};
 use crate::operations::explain::{Explanation, Moment, explain};
 use crate::operations::order_story::OrderStory;
-use crate::postgres::one_line;
 
 #[derive(Debug, Deserialize)]
 pub(super) struct Find {
@@ -33,38 +32,24 @@ pub(super) struct Find {
 }
 
 /// From the search to the order's own address.
-pub(super) async fn find(visitor: Visitor, asked: Result<Query<Find>, QueryRejection>) -> Response {
-    match asked {
-        Ok(Query(Find { id, kind })) => Redirect::to(&order_path(&kind, id.trim())).into_response(),
-        Err(fault) => failed(&visitor, &fault.into()),
-    }
+pub(super) async fn find(Filled(Find { id, kind }): Filled<Find>) -> Redirect {
+    Redirect::to(&order_path(&kind, id.trim()))
 }
 
 pub(super) async fn page(
     State(shared): State<Arc<Shared>>,
     visitor: Visitor,
-    id: Result<Path<String>, PathRejection>,
-    asked: Result<Query<KindParameter>, QueryRejection>,
+    id: Result<Path<OrderId>, PathRejection>,
+    Filled(KindParameter { kind }): Filled<KindParameter>,
 ) -> Response {
-    match tell(&shared, id, asked).await {
-        Ok(told) => {
-            let status = if told.story.exists == Some(false) { StatusCode::NOT_FOUND } else { StatusCode::OK };
-            (status, Layout::new("Order", &visitor).render(story(&told, &visitor.kinds))).into_response()
-        }
-        Err(problem) => failed(&visitor, &problem),
-    }
-}
-
-async fn tell(
-    shared: &Shared,
-    id: Result<Path<String>, PathRejection>,
-    asked: Result<Query<KindParameter>, QueryRejection>,
-) -> Result<Explanation, Problem> {
-    let (Path(id), Query(KindParameter { kind })) = (id?, asked?);
-    let id = OrderId::new(id).map_err(|fault| Problem::bad_request(fault.to_string()))?;
-    let sources = shared.sources().await?;
-    let told = explain(&sources.database, sources.orders(&kind).await?, &kind, &id).await;
-    told.map_err(|error| Problem::unavailable(one_line(&error)))
+    let read = async {
+        let (Path(id), sources) = (id?, shared.sources().await?);
+        Ok(explain(&sources.database, sources.orders(&kind).await?, &kind, &id).await?)
+    };
+    let told = read.await;
+    let is_missing = told.as_ref().is_ok_and(|told| told.story.exists == Some(false));
+    let shown = show(&visitor, "Order", told.map(|told| story(&told, &visitor.kinds)));
+    if is_missing { (StatusCode::NOT_FOUND, shown).into_response() } else { shown }
 }
 
 fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
@@ -81,7 +66,7 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
         }
         p.summary { (capitalised(&told.summary)) "." }
         @if *exists == Some(false) {
-            p { "An order is found by its whole id. " a href=(pending_with(kind, order_id.as_str())) { "Pending" }
+            p { "An order is found by its whole id. " a href=(due_with(kind, order_id.as_str())) { "Forecast" }
                 " finds unpaid orders by a part of it, in a window of time." }
         }
         @if let Some(open) = &told.open {

@@ -4,19 +4,19 @@
 
 use std::sync::Arc;
 
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
-use axum::response::{IntoResponse, Response};
+use axum::extract::State;
+use axum::response::Response;
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 
 use super::super::api::Problem;
-use super::super::api::pauses::{ENDED, PauseChange, ResumeChange, begin_pause, end_pauses};
+use super::super::api::change::operator_of_form;
+use super::super::api::pauses::{ENDED, begin_pause, end_pauses};
 use super::super::site::Shared;
 use super::changes::{Fields, Filled, Permitted, answer, field, how_to_change};
-use super::failed;
-use super::layout::{Layout, Visitor};
+use super::layout::Visitor;
+use super::show;
 use super::words::{capitalised, count, shown, since};
 use crate::operations::pause_closing::{self, DueAtResume, Pauses};
 use crate::postgres::closing_pauses::{EndedPause, Pause};
@@ -30,23 +30,6 @@ pub(super) struct Done {
     ended: Option<u64>,
     #[serde(default)]
     left: Option<u64>,
-}
-
-/// On the first page: whether closing is paused.
-pub(super) fn section(paused: Option<&[Pause]>, now: &str) -> Markup {
-    html! {
-        section #paused {
-            h2 { "Pauses of closing" }
-            @match paused {
-                None => p { "Not known." },
-                Some([]) => p { "None: orders of every kind are closed. " a href="/pauses" { "Pause closing" } },
-                Some(pauses) => {
-                    (lasting(pauses, now))
-                    p { a href="/pauses" { "Resume closing" } }
-                },
-            }
-        }
-    }
 }
 
 fn lasting(pauses: &[Pause], now: &str) -> Markup {
@@ -95,27 +78,13 @@ fn over(ended: &[EndedPause], now: &str) -> Markup {
     }
 }
 
-pub(super) async fn page(
-    State(shared): State<Arc<Shared>>,
-    visitor: Visitor,
-    done: Result<Query<Done>, QueryRejection>,
-) -> Response {
-    match read(&shared, done).await {
-        Ok((done, pauses, due)) => {
-            Layout::new("Pauses", &visitor).render(contents(&shared, &done, &pauses, &due, &visitor)).into_response()
-        }
-        Err(problem) => failed(&visitor, &problem),
-    }
-}
-
-async fn read(
-    shared: &Shared,
-    done: Result<Query<Done>, QueryRejection>,
-) -> Result<(Done, Pauses, Vec<DueAtResume>), Problem> {
-    let Query(done) = done?;
-    let database = &shared.sources().await?.database;
-    let due = pause_closing::due_at_resume(database, &shared.settings, None).await?;
-    Ok((done, pause_closing::list(database, ENDED).await?, due))
+pub(super) async fn page(State(shared): State<Arc<Shared>>, visitor: Visitor, Filled(done): Filled<Done>) -> Response {
+    let read = async {
+        let database = &shared.sources().await?.database;
+        let due = pause_closing::due_at_resume(database, &shared.settings, None).await?;
+        Ok(contents(&shared, &done, &pause_closing::list(database, ENDED).await?, &due, &visitor))
+    };
+    show(&visitor, "Pauses", read.await)
 }
 
 fn contents(shared: &Shared, done: &Done, pauses: &Pauses, due: &[DueAtResume], visitor: &Visitor) -> Markup {
@@ -197,8 +166,9 @@ pub(super) async fn pause(
     Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let paused = begin_pause(&shared, change(who, &fields)?).await?;
-        Ok(format!("/pauses?began={}", paused.began))
+        let kind = kind(&fields)?;
+        let operator = operator_of_form(who, field(&fields, "why"))?;
+        Ok(format!("/pauses?began={}", begin_pause(&shared, kind.as_ref(), &operator).await?.began))
     };
     answer(&visitor, done.await)
 }
@@ -209,19 +179,18 @@ pub(super) async fn resume(
     Filled(fields): Filled<Fields>,
 ) -> Response {
     let done = async {
-        let PauseChange { kind, who, why } = change(who, &fields)?;
-        let yes = field(&fields, "yes") == "true";
-        let resumed = end_pauses(&shared, ResumeChange { kind, who, why, yes }).await?;
+        let (kind, yes) = (kind(&fields)?, field(&fields, "yes") == "true");
+        let operator = operator_of_form(who, field(&fields, "why"))?;
+        let resumed = end_pauses(&shared, kind.as_ref(), &operator, yes).await?;
         Ok(format!("/pauses?ended={}&left={}", resumed.ended.len(), resumed.still_paused.len()))
     };
     answer(&visitor, done.await)
 }
 
-/// The change that the form asks for.
-fn change(who: String, fields: &Fields) -> Result<PauseChange, Problem> {
-    let kind = match field(fields, "kind").as_str() {
-        "" => None,
-        kind => Some(Kind::new(kind).map_err(|fault| Problem::bad_request(fault.to_string()))?),
-    };
-    Ok(PauseChange { kind, who, why: field(fields, "why") })
+/// The kind that was chosen; every kind if none was.
+fn kind(fields: &Fields) -> Result<Option<Kind>, Problem> {
+    match field(fields, "kind").as_str() {
+        "" => Ok(None),
+        kind => Kind::new(kind).map(Some).map_err(|fault| Problem::bad_request(fault.to_string())),
+    }
 }

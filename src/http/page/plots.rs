@@ -134,6 +134,17 @@ fn x(minute: &ClosedMinute) -> f64 {
     f64::from(LATE_MINUTES) - minute.minutes_ago as f64 - 0.5
 }
 
+/// The closes of a minute by path, each with how many are below it.
+fn stacked(minute: &ClosedMinute) -> [(&'static str, u64, u64); 4] {
+    let ClosedMinute { alarm, look_ahead, sweep, asked, .. } = *minute;
+    [
+        ("alarm", 0, alarm),
+        ("look_ahead", alarm, look_ahead),
+        ("sweep", alarm + look_ahead, sweep),
+        ("asked", alarm + look_ahead + sweep, asked),
+    ]
+}
+
 fn closes(minutes: &[ClosedMinute], most: u64) -> Markup {
     let scaled = |orders: u64| 40.0 * orders as f64 / most as f64;
     html! {
@@ -141,14 +152,11 @@ fn closes(minutes: &[ClosedMinute], most: u64) -> Markup {
             aria-label=(format!("Closes per minute by path, at most {most}")) {
             @for minute in minutes {
                 @let x = format!("{:.2}", x(minute) - 0.4);
-                @let (alarm, ahead, sweep) = (scaled(minute.alarm), scaled(minute.look_ahead), scaled(minute.sweep));
-                rect.alarm x=(x) width="0.8" y=(format!("{:.2}", 40.0 - alarm)) height=(format!("{alarm:.2}")) {}
-                rect.look_ahead x=(x) width="0.8" y=(format!("{:.2}", 40.0 - alarm - ahead)) height=(format!("{ahead:.2}")) {}
-                rect.sweep x=(x) width="0.8" y=(format!("{:.2}", (40.0 - alarm - ahead - sweep).max(0.0)))
-                    height=(format!("{sweep:.2}")) {}
-                @let asked = scaled(minute.asked);
-                rect.asked x=(x) width="0.8" y=(format!("{:.2}", (40.0 - alarm - ahead - sweep - asked).max(0.0)))
-                    height=(format!("{asked:.2}")) {}
+                @for (class, below, orders) in stacked(minute) {
+                    @let (below, height) = (scaled(below), scaled(orders));
+                    rect class=(class) x=(x) width="0.8" y=(format!("{:.2}", (40.0 - below - height).max(0.0)))
+                        height=(format!("{height:.2}")) {}
+                }
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Reminders of one kind: which are configured, how many were sent in the last hour, and about how many fall due.
+//! Reminders of one kind: which are configured, and how many were sent in the last hour.
 //!
-//! Renders settings, what was read from the events, and the forecast.
+//! Renders settings and what was read from the events.
 
 use std::time::Duration;
 
@@ -9,15 +9,10 @@ use order_timeout_core::kind::Kind;
 
 use super::super::site::View;
 use super::words::{age, clock, number, shown};
-use crate::operations::forecast::{Forecast, USUAL_REACH};
 use crate::operations::reminders::SentReminders;
-
-/// How far ahead reminders are counted, in minutes.
-const AHEAD: u32 = 30;
 
 /// A part of the kind's section; nothing for a kind without reminders.
 pub(super) fn part(kind: &Kind, configured: &[Duration], view: Option<&View>) -> Markup {
-    let forecast = view.and_then(|view| view.forecasts.get(kind)).and_then(|forecast| forecast.as_ref().ok());
     let sent = view.and_then(|view| view.reminders.as_ref());
     html! {
         @if !configured.is_empty() {
@@ -27,10 +22,10 @@ pub(super) fn part(kind: &Kind, configured: &[Duration], view: Option<&View>) ->
                 table {
                     thead { tr {
                         th scope="col" { "before the deadline" } th.number scope="col" { "sent in the last hour" }
-                        th scope="col" { "the last at" } th.number scope="col" { "due in the next 30 minutes, about" }
+                        th scope="col" { "the last at" }
                     } }
                     tbody { @for before in configured {
-                        (row(*before, sent.and_then(|sent| sent.as_ref().ok()).map(|sent| of(sent, kind, *before)), forecast.map(AsRef::as_ref)))
+                        (row(*before, sent.and_then(|sent| sent.as_ref().ok()).map(|sent| of(sent, kind, *before))))
                     } }
                 }
             }
@@ -44,21 +39,14 @@ fn of<'a>(sent: &'a [SentReminders], kind: &Kind, before: Duration) -> (u64, Opt
     sent.iter().find(is_it).map_or((0, None), |one| (one.sent, Some(one.last.as_str())))
 }
 
-fn row(before: Duration, sent: Option<(u64, Option<&str>)>, forecast: Option<&Forecast>) -> Markup {
+fn row(before: Duration, sent: Option<(u64, Option<&str>)>) -> Markup {
     html! {
         tr {
             th scope="row" { (age(before.as_secs_f64())) }
             td.number { (sent.map_or_else(|| "–".to_owned(), |(sent, _)| number(sent))) }
             td { (sent.and_then(|(_, last)| last).map_or("–", clock)) }
-            td.number { (forecast.and_then(|forecast| due(before, forecast)).map_or_else(|| "–".to_owned(), number)) }
         }
     }
-}
-
-/// Orders whose deadline is `before` after one of the next minutes; `None` beyond the forecast.
-fn due(before: Duration, forecast: &Forecast) -> Option<u64> {
-    let from = u32::try_from(before.as_secs() / 60).ok()?;
-    forecast.between(from, from.checked_add(AHEAD)?, USUAL_REACH)
 }
 
 #[cfg(test)]

@@ -1,17 +1,16 @@
 //! What the API and the page share: the database, what changes are allowed to whom, and the security of their answers.
 //!
-//! `sources.rs` connects when the first request needs it; `overview_feed.rs` reads for all open pages together.
+//! `sources.rs` connects when the first request needs it; `status_feed.rs` reads for all open pages together.
 
 mod auth;
 mod hosts;
-mod overview_feed;
 mod secret;
 mod security;
 mod sessions;
 mod sources;
+mod status_feed;
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use axum::{Router, middleware};
 use order_timeout_core::kind::Kind;
@@ -25,13 +24,14 @@ use crate::observe::logging::LogThrottle;
 use crate::observe::served_kinds::ServedKinds;
 use crate::postgres::DatabaseError;
 pub(super) use auth::{Denied, authorize, check};
-pub(super) use overview_feed::{OverviewFeed, View};
 use secret::Token;
 pub use secret::TokenError;
-pub(super) use security::{is_from_this_site, mark_api, mark_page};
+pub(super) use security::is_from_this_site;
+use security::{API_POLICY, PAGE_POLICY, mark};
 pub(super) use sessions::{COOKIE, LONGEST as LONGEST_SESSION, Session, Sessions};
 use sources::LazySources;
 pub(super) use sources::{SourceError, Sources};
+pub(super) use status_feed::{StatusFeed, View};
 
 /// Pages that are kept up to date at once: they must leave connections for probes (`MOST_CONNECTIONS`).
 const MOST_STREAMS: usize = 32;
@@ -51,7 +51,7 @@ pub(super) struct Shared {
     token: Option<Token>,
     wrong_tokens: Mutex<LogThrottle>,
     sources: Arc<LazySources>,
-    pub feed: OverviewFeed,
+    pub feed: StatusFeed,
     /// One for each page that is kept up to date.
     pub streams: Arc<Semaphore>,
     /// Ends with the site.
@@ -74,8 +74,8 @@ impl Site {
             path => Some(Token::read(path)?),
         };
         let sources = Arc::new(LazySources::new(settings));
-        let feed = OverviewFeed::new();
-        let refreshing = tokio::spawn(overview_feed::refresh(feed.clone(), sources.clone(), give_way));
+        let feed = StatusFeed::new();
+        let refreshing = tokio::spawn(status_feed::refresh(feed.clone(), sources.clone(), give_way));
         Ok(Self(Arc::new(Shared {
             settings: settings.clone(),
             pages,
@@ -91,8 +91,8 @@ impl Site {
     }
 
     pub(super) fn router(self) -> Router {
-        let api = api::router().layer(middleware::from_fn_with_state(self.0.clone(), mark_api));
-        let page = page::router().layer(middleware::from_fn_with_state(self.0.clone(), mark_page));
+        let marked = |policy| middleware::from_fn_with_state((self.0.clone(), policy), mark);
+        let (api, page) = (api::router().layer(marked(API_POLICY)), page::router().layer(marked(PAGE_POLICY)));
         api.merge(page).with_state(self.0)
     }
 }
@@ -121,9 +121,5 @@ impl Shared {
     /// Whether this is the token. Takes the same time for every wrong one.
     pub fn is_token(&self, given: &str) -> bool {
         self.token.as_ref().is_some_and(|token| token.is(given))
-    }
-
-    pub fn now(&self) -> Instant {
-        Instant::now()
     }
 }

@@ -24,34 +24,16 @@ use super::{Shared, hosts};
 const LONGEST_ANSWER: Duration = Duration::from_secs(30);
 
 /// Nothing from elsewhere, no script or style in the page's own text, and in no frame.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'";
+pub(in crate::http) const PAGE_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'";
 /// Data is not shown as a page.
-const API_POLICY: &str = "default-src 'none'; frame-ancestors 'none'";
+pub(in crate::http) const API_POLICY: &str = "default-src 'none'; frame-ancestors 'none'";
 
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
 
-pub(in crate::http) async fn mark_page(
-    State(shared): State<Arc<Shared>>,
-    attended: Extension<Arc<Attended>>,
-    request: Request,
-    next: Next,
-) -> Response {
-    marked(&shared, POLICY, attended, request, next).await
-}
-
-pub(in crate::http) async fn mark_api(
-    State(shared): State<Arc<Shared>>,
-    attended: Extension<Arc<Attended>>,
-    request: Request,
-    next: Next,
-) -> Response {
-    marked(&shared, API_POLICY, attended, request, next).await
-}
-
-async fn marked(
-    shared: &Shared,
-    policy: &'static str,
+/// Marks each answer with the headers, of which one is this policy.
+pub(in crate::http) async fn mark(
+    State((shared, policy)): State<(Arc<Shared>, &'static str)>,
     attended: Extension<Arc<Attended>>,
     request: Request,
     next: Next,

@@ -8,6 +8,7 @@ use std::fmt;
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{OrderId, SweepPage, SweepPlace, SweepReach, Timestamp};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
@@ -55,17 +56,26 @@ pub struct DueQuery {
     pub limit: usize,
 }
 
-/// An unpaid order with a deadline.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// An order that falls due.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub struct DueOrder {
-    /// As the row has it.
+    /// As the orders table has it.
+    #[schema(value_type = String)]
     pub order_id: OrderId,
-    /// When it falls due.
+    /// RFC 3339.
+    #[serde(serialize_with = "as_rfc3339")]
+    #[schema(value_type = String)]
     pub deadline: Timestamp,
-    /// `None` if the row does not say, or the table is the shop's own.
+    /// What it costs, if the table says.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub money: Option<Money>,
-    /// Units of stock that it reserves; `None` in a table of the shop's own.
+    /// Units of stock that it reserves, if the table says.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub units: Option<i64>,
+}
+
+fn as_rfc3339<S: serde::Serializer>(deadline: &Timestamp, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&write_rfc3339(*deadline))
 }
 
 /// An amount of money.

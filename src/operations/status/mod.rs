@@ -14,15 +14,16 @@ use serde::Serialize;
 
 pub use parts::{Outbox, Overdue, ParkedForReason, RegisteredWorker, SEEN_WITHIN};
 pub(super) use parts::{outbox, workers};
-use parts::{overdue_at, parked_by_reason, paused};
+use parts::{overdue_at, parked_by_reason};
 
 use super::late_payments::{OpenLateMoney, open_by_currency};
 use super::orders_table::{OrdersTable, Unknown};
+use super::pause_closing::lasting;
 use super::recent_closes::{RecentClose, recent_closes};
 use super::unresolved::{self, UnresolvedForReason, WaitingAtProvider};
 use super::{NotKnown, known};
 use crate::postgres::closing_pauses::Pause;
-use crate::postgres::{self, Database, one_line};
+use crate::postgres::{self, Database, DatabaseError, one_line};
 
 /// Orders that have been overdue for no longer are about to be closed: the sweep's usual grace, a pass and a batch.
 pub const USUALLY_CLOSED_WITHIN_S: f64 = 2.0;
@@ -82,12 +83,12 @@ pub struct OverdueOfKind {
 /// Reads the state of the moment. `orders` is the orders table of each kind, or why it cannot be used.
 ///
 /// # Errors
-/// sqlx's, if the database's time cannot be read. Anything else that cannot be read is said to be unknown.
+/// [`DatabaseError`], if the database's time cannot be read. Anything else that cannot be read is said to be unknown.
 pub async fn status(
     database: &Database,
     orders: &[(Kind, Result<impl Borrow<OrdersTable>, Unknown>)],
-) -> Result<Status, sqlx::Error> {
-    let now = database.run(postgres::now).await?;
+) -> Result<Status, DatabaseError> {
+    let now = database.run(postgres::now).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut not_known = Vec::new();
     let mut kinds = Vec::with_capacity(orders.len());
     for (kind, table) in orders {
@@ -101,7 +102,7 @@ pub async fn status(
         };
         kinds.push(OverdueOfKind { kind: kind.clone(), overdue, not_known });
     }
-    let paused = known("paused", paused(database).await, &mut not_known);
+    let paused = known("paused", lasting(database, None).await, &mut not_known);
     let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
     let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
     let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);

@@ -11,7 +11,6 @@ use serde::Serialize;
 use sqlx::{AssertSqlSafe, Row};
 
 use crate::operations::orders_table::OverdueOrders;
-use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::{Database, one_line, parked_alarms};
 
 /// A registered worker that was not seen for longer has ended: three of its heartbeats.
@@ -73,11 +72,6 @@ pub struct RegisteredWorker {
     pub last_seen_s: f64,
     /// Whether it was seen lately. One that was not has ended without signing off.
     pub is_live: bool,
-}
-
-pub(super) async fn paused(database: &Database) -> Result<Vec<Pause>, String> {
-    let read = database.run(async |connection| closing_pauses::current(connection, None).await);
-    read.await.map_err(|error| one_line(&error))
 }
 
 pub(super) fn overdue_at(now: Timestamp, found: &OverdueOrders) -> Overdue {

@@ -1,8 +1,9 @@
 //! What the closing protocol does with money: each payment counts once, by a callback or by a provider's answer, and everything that pays for
 //! nothing is in `late_payments`; all that an order has reserved comes back or is consumed.
 
-use order_timeout::operations::unresolved::{self, Decision, DecisionError, UnresolvedPage, Which};
+use order_timeout::operations::unresolved::{self, Decision, DecisionError};
 use order_timeout::postgres::Operator;
+use order_timeout::postgres::parked_alarms::Selection;
 use order_timeout_client::postgres::{LateReason, PaymentOutcome, PaymentVerdict, payment_received};
 use order_timeout_core::payment::Attempt;
 use sqlx::AssertSqlSafe;
@@ -272,14 +273,15 @@ fn unresolved_order_is_retried() {
         driver.deliver(&[order]).await;
         driver.run_until(&env, UNRESOLVED, 1).await;
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
-        let listed = unresolved::list(&database, &UnresolvedPage { after: None, limit: 10 }).await.unwrap();
+        let listed = unresolved::list(&database, None, 10).await.unwrap().rows;
         assert_eq!((listed[0].order_id.as_str(), listed[0].reason.as_str()), (&*order.id.to_string(), "no_answer"));
         provider.open("pi_1");
         let operator = Operator { who: "ann".into(), why: Some("it answers again".into()), run: Uuid::now_v7() };
-        let ids = [order.order_id()];
-        let retried = unresolved::retry(&database, &Which::Orders(&ids), &operator).await.unwrap();
+        let ids = vec![order.order_id()];
+        let chosen = Selection::Ids(ids);
+        let retried = unresolved::retry(&database, &chosen, &operator).await.unwrap();
         assert_eq!(retried, [order.id.to_string()]);
-        assert_eq!(unresolved::retry(&database, &Which::Orders(&ids), &operator).await.unwrap(), Vec::<String>::new());
+        assert_eq!(unresolved::retry(&database, &chosen, &operator).await.unwrap(), Vec::<String>::new());
         run_to_end(&env, &mut driver).await;
         assert_eq!(env.status(&order).await, "closed");
         assert_eq!(env.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND who = 'ann'").await, 1);

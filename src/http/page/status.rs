@@ -11,23 +11,24 @@ use order_timeout_amqp::connect;
 use order_timeout_core::kind::Kind;
 
 use super::super::site::{Shared, View};
-use super::layout::{Layout, Visitor, order_path};
-use super::pending::pending_between;
+use super::forecast::due_between;
+use super::layout::{Layout, PARKED_FOR, Visitor, order_link};
 use super::plots;
 use super::words::{age, capitalised, count, lateness, money, number, shown, time, when, with_code};
-use super::{due, kinds, pauses, providers, reminders, unresolved};
+use super::{due, kinds, providers, reminders};
 use crate::observe::degraded::{Cause, Problem};
 use crate::observe::inspect::registration;
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
 use crate::operations::recent_closes::RecentClose;
-use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker, Status, Verdict, Waiting, verdict};
+use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker, Status, Verdict, verdict};
+use crate::operations::unresolved::UnresolvedForReason;
 use crate::postgres;
 
 pub(super) async fn page(State(shared): State<Arc<Shared>>, visitor: Visitor) -> Markup {
     let view = shared.feed.view().await;
-    Layout::new("Overview", &visitor).live().render(html! {
+    Layout::new("Status", &visitor).live().render(html! {
         div #live { (PreEscaped(&rendered(&shared, view.as_deref()))) }
         p.connection #connection role="status" {}
     })
@@ -41,14 +42,13 @@ pub(super) fn rendered(shared: &Shared, view: Option<&View>) -> Arc<str> {
 
 fn sections(shared: &Shared, view: Option<&View>) -> Markup {
     let read = match view {
-        Some(view) => view.overview.as_ref().map_err(String::as_str),
+        Some(view) => view.status.as_ref().map_err(String::as_str),
         None => Err("the database has not answered yet"),
     };
     let problems = problems(shared);
     let now = Instant::now();
     html! {
         (verdict_section(&verdict(read, &problems), read.ok(), &problems))
-        @if let Ok(overview) = read { @for section in of_people(overview, true) { (section) } }
         @if shared.kinds().len() > 1 { (kinds::section(shared, view, now)) }
         // An older forecast beside a database that does not answer would look like the present.
         @for kind in shared.kinds().iter().filter(|_| read.is_ok()) {
@@ -56,33 +56,18 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
                 kind,
                 view.and_then(|view| view.forecasts.get(kind)),
                 shared.kinds().len() > 1,
-                read.is_ok_and(|overview| overview.is_paused(kind)),
+                read.is_ok_and(|status| status.is_paused(kind)),
                 &reminders::part(kind, &shared.settings.reminders_of(kind), view),
             ))
         }
-        (late_section(&shared.served.last_hour(None, now), read.ok()))
-        @if let Ok(overview) = read {
-            (providers::section(overview.at_providers.as_deref()))
-            @for section in of_people(overview, false) { (section) }
-            (workers_section(overview, shared.kinds().len() > 1))
+        (late_section(&shared.served.last_hour(now), read.ok()))
+        @if let Ok(status) = read {
+            (providers::section(status.at_providers.as_deref()))
+            (workers_section(status, shared.kinds().len() > 1))
         }
         (facts_section(shared, read.ok()))
-        @if let Ok(overview) = read { (not_known_section(&overview.not_known)) }
+        @if let Ok(status) = read { (not_known_section(&status.not_known)) }
     }
-}
-
-/// The sections about what waits for a person: above the charts where something does, and below them otherwise.
-fn of_people(overview: &Status, is_waiting: bool) -> Vec<Markup> {
-    let waiting = overview.waiting();
-    [
-        (waiting.pauses, pauses::section(overview.paused.as_deref(), &overview.at)),
-        (waiting.parked, parked_section(overview.parked.as_deref())),
-        (waiting.unresolved, unresolved::section(overview.unresolved.as_deref())),
-        (waiting.late_money, late_money_section(overview.late_money.as_deref())),
-    ]
-    .into_iter()
-    .filter_map(|(count, section)| ((count > 0) == is_waiting).then_some(section))
-    .collect()
 }
 
 /// What `/readyz` says, but for pauses: those of all kinds are read from the database.
@@ -96,7 +81,7 @@ fn reason(problem: &Problem) -> Markup {
     html! { li { (with_code(&problem.title())) p.todo { (with_code(&capitalised(&problem.fix))) } } }
 }
 
-fn verdict_section(verdict: &Verdict, overview: Option<&Status>, problems: &[Problem]) -> Markup {
+fn verdict_section(verdict: &Verdict, status: Option<&Status>, problems: &[Problem]) -> Markup {
     let (class, mark, reasons): (_, _, &[Problem]) = match verdict {
         Verdict::OnTime => ("ok", "✓", &[]),
         Verdict::Degraded(reasons) => ("warn", "!", reasons),
@@ -106,13 +91,13 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Status>, problems: &[Pro
     };
     html! {
         section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
-            h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
+            h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, status)) }
             @if !reasons.is_empty() { ul { @for problem in reasons { (reason(problem)) } } }
-            @if let Some(overview) = overview {
-                (waiting_links(&overview.waiting()))
-                @for of in &overview.not_known { p { "Not known: " (of.what) "." } }
+            @if let Some(status) = status {
+                (waiting(status))
+                @for of in &status.not_known { p { "Not known: " (of.what) "." } }
             }
-            @if let (Verdict::Paused(_) | Verdict::Late(_), Some(overview)) = (verdict, overview) { (overdue_links(overview)) }
+            @if let (Verdict::Paused(_) | Verdict::Late(_), Some(status)) = (verdict, status) { (overdue_links(status)) }
             @if let Verdict::Unknown(why) = verdict {
                 p { (shown(why)) }
                 p.todo { (with_code(&Cause::Database.remedy())) }
@@ -124,46 +109,55 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Status>, problems: &[Pro
     }
 }
 
-/// Links to what waits for a person and is not said by the pauses among the reasons.
-fn waiting_links(waiting: &Waiting) -> Markup {
+/// What waits for a person, with links to the pages for it. Pauses are among the verdict's reasons.
+fn waiting(status: &Status) -> Markup {
     html! {
-        @for (number, noun, page, what) in [
-            (waiting.parked, "parked alarm", "/parked", "which could not be handled"),
-            (waiting.unresolved, "unresolved order", "/unresolved", "which a payment provider's answers could not decide"),
-        ] {
-            @if number > 0 { p { a href=(page) { (count(number, noun)) } ", " (what) "." } }
+        @for ParkedForReason { reason, alarms, oldest_s } in status.parked.iter().flatten() {
+            p {
+                a href=(format!("{PARKED_FOR}{reason}")) { (count(*alarms, "parked alarm")) } ", which could not be handled: "
+                (shown(reason)) ", the oldest for " (age(*oldest_s)) "."
+            }
+        }
+        @for UnresolvedForReason { reason, orders, oldest_s } in status.unresolved.iter().flatten() {
+            p {
+                a href="/unresolved" { (count(*orders, "unresolved order")) }
+                ", which a payment provider's answers could not decide: " (shown(reason)) ", the oldest for " (age(*oldest_s)) "."
+            }
+        }
+        @for OpenLateMoney { payments, sum } in status.late_money.iter().flatten() {
+            p { a href="/late" { (count(*payments, "late payment")) } ", " strong { (money(sum)) } ", paid for nothing." }
         }
     }
 }
 
 /// Links to the overdue orders of each kind.
-fn overdue_links(overview: &Status) -> Markup {
-    let overdue = overview.kinds.iter().filter_map(|of| {
+fn overdue_links(status: &Status) -> Markup {
+    let overdue = status.kinds.iter().filter_map(|of| {
         let oldest = of.overdue.as_ref().filter(|overdue| overdue.orders > 0)?.oldest.as_deref()?;
-        Some((&of.kind, pending_between(&of.kind, oldest, &overview.at)))
+        Some((&of.kind, due_between(&of.kind, oldest, &status.at)))
     });
     html! {
         @for (kind, page) in overdue {
             p { a href=(page) {
-                "The overdue orders" @if overview.kinds.len() > 1 { " of the kind " (kind) } ", the oldest first"
+                "The overdue orders" @if status.kinds.len() > 1 { " of the kind " (kind) } ", the oldest first"
             } }
         }
     }
 }
 
-fn sentence(verdict: &Verdict, overview: Option<&Status>) -> String {
+fn sentence(verdict: &Verdict, status: Option<&Status>) -> String {
     match verdict {
         Verdict::OnTime => "Orders are closed on time.".to_owned(),
-        Verdict::Degraded(reasons) => match overview.map(Status::without_answer) {
+        Verdict::Degraded(reasons) => match status.map(Status::without_answer) {
             Some((orders @ 1.., oldest_s)) => providers::sentence(orders, oldest_s),
-            _ if reasons.is_empty() && overview.is_some_and(|overview| overview.not_known.is_empty()) => {
+            _ if reasons.is_empty() && status.is_some_and(|status| status.not_known.is_empty()) => {
                 "Orders are closed on time, but something waits for a person.".to_owned()
             }
             _ => "Orders are closed on time, but something needs attention.".to_owned(),
         },
         Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
-        Verdict::Paused(_) => paused_sentence(overview),
-        Verdict::Late(_) => match overview.and_then(Status::overdue) {
+        Verdict::Paused(_) => paused_sentence(status),
+        Verdict::Late(_) => match status.and_then(Status::overdue) {
             Some(overdue) => {
                 let at_least = if overdue.is_at_least { "at least " } else { "" };
                 let oldest = age(overdue.oldest_s.unwrap_or_default());
@@ -179,8 +173,8 @@ fn sentence(verdict: &Verdict, overview: Option<&Status>) -> String {
 }
 
 /// What does not go on, and what that has left so far.
-fn paused_sentence(overview: Option<&Status>) -> String {
-    let pauses = overview.map(Status::pauses).unwrap_or_default();
+fn paused_sentence(status: Option<&Status>) -> String {
+    let pauses = status.map(Status::pauses).unwrap_or_default();
     let kinds: Vec<&str> = pauses.iter().filter_map(|pause| pause.kind.as_deref()).collect();
     let what = if kinds.len() < pauses.len() {
         "Closing is paused".to_owned()
@@ -188,7 +182,7 @@ fn paused_sentence(overview: Option<&Status>) -> String {
         let plural = if kinds.len() == 1 { "" } else { "s" };
         format!("Closing of the kind{plural} {} is paused", kinds.join(", "))
     };
-    match overview.and_then(Status::overdue).filter(|overdue| overdue.orders > 0) {
+    match status.and_then(Status::overdue).filter(|overdue| overdue.orders > 0) {
         Some(overdue) => {
             let at_least = if overdue.is_at_least { "at least " } else { "" };
             let wait = if overdue.orders == 1 { "waits" } else { "wait" };
@@ -198,12 +192,12 @@ fn paused_sentence(overview: Option<&Status>) -> String {
     }
 }
 
-fn late_section(minutes: &[ClosedMinute], overview: Option<&Status>) -> Markup {
+fn late_section(minutes: &[ClosedMinute], status: Option<&Status>) -> Markup {
     let closed: u64 = minutes.iter().map(ClosedMinute::closed).sum();
     html! {
         section #late {
             h2 { "Closed in the last hour by this worker" }
-            p.note { (whose_hour(overview)) }
+            p.note { (whose_hour(status)) }
             @if minutes.is_empty() {
                 p { "Nothing. A worker that has just started has not closed anything yet." }
             } @else {
@@ -214,15 +208,15 @@ fn late_section(minutes: &[ClosedMinute], overview: Option<&Status>) -> Markup {
                     (late_table(minutes))
                 }
             }
-            @if let Some(overview) = overview { (recent_table(overview)) }
+            @if let Some(status) = status { (recent_table(status)) }
         }
     }
 }
 
 /// Which worker shows its hour, and how many others have one.
-fn whose_hour(overview: Option<&Status>) -> String {
+fn whose_hour(status: Option<&Status>) -> String {
     let (host, pid) = (registration::host(), std::process::id());
-    let live = overview.and_then(|overview| overview.workers.as_ref());
+    let live = status.and_then(|status| status.workers.as_ref());
     let live = live.map_or(0, |workers| workers.iter().filter(|worker| worker.is_live).count());
     let others = match live.saturating_sub(1) {
         0 => String::new(),
@@ -234,19 +228,19 @@ fn whose_hour(overview: Option<&Status>) -> String {
 }
 
 /// Of all workers.
-fn recent_table(overview: &Status) -> Markup {
+fn recent_table(status: &Status) -> Markup {
     let by = |word: &str| match word {
         "alarm" => "its alarm",
         "look_ahead" => "reading ahead",
         "sweep" => "the sweep",
         _ => "hand",
     };
-    let closes = overview.recently_closed.as_deref().unwrap_or_default();
+    let closes = status.recently_closed.as_deref().unwrap_or_default();
     let row = |close: &RecentClose| {
         let kind = Kind::new(&close.kind).unwrap_or(Kind::ORDER);
         html! { tr {
-            td data-name="closed" { (when(&close.closed_at, &overview.at)) }
-            td data-name="order" { a href=(order_path(&kind, &close.order_id)) { code { (shown(&close.order_id)) } } }
+            td data-name="closed" { (when(&close.closed_at, &status.at)) }
+            td data-name="order" { (order_link(&kind, &close.order_id)) }
             td.number data-name="late" { (close.late_ms.map_or_else(|| "–".to_owned(), lateness)) }
             td data-name="by" { (close.closed_by.as_deref().map_or("–", by)) }
         } }
@@ -289,56 +283,11 @@ fn late_table(minutes: &[ClosedMinute]) -> Markup {
     }
 }
 
-fn parked_section(parked: Option<&[ParkedForReason]>) -> Markup {
-    html! {
-        section #parked {
-            h2 { "Parked alarms" }
-            @match parked {
-                None => p { "Not known." },
-                Some([]) => p { "None." },
-                Some(parked) => {
-                    p { "Alarms that could not be handled. Their orders are closed by the sweep where that is possible." }
-                    table {
-                        thead { tr { th scope="col" { "reason" } th.number scope="col" { "alarms" } th.number scope="col" { "oldest" } } }
-                        tbody {
-                            @for ParkedForReason { reason, alarms, oldest_s } in parked {
-                                tr {
-                                    th scope="row" { a href=(format!("/parked?reason={reason}")) { (shown(reason)) } }
-                                    td.number { (number(*alarms)) }
-                                    td.number { (age(*oldest_s)) }
-                                }
-                            }
-                        }
-                    }
-                },
-            }
-        }
-    }
-}
-
-fn late_money_section(open: Option<&[OpenLateMoney]>) -> Markup {
-    html! {
-        section #late-money {
-            h2 { "Late money" }
-            @match open {
-                None => p { "Not known." },
-                Some([]) => p { "None: every payment paid for something." },
-                Some(open) => {
-                    @for OpenLateMoney { payments, sum } in open {
-                        p { (count(*payments, "payment")) ", " strong { (money(sum)) } ", paid for nothing." }
-                    }
-                    p { a href="/late" { "Settle late money" } }
-                },
-            }
-        }
-    }
-}
-
-fn workers_section(overview: &Status, names_kinds: bool) -> Markup {
+fn workers_section(status: &Status, names_kinds: bool) -> Markup {
     html! {
         section #workers {
             h2 { "Workers" }
-            @match overview.workers.as_deref() {
+            @match status.workers.as_deref() {
                 None => p { "Not known." },
                 Some([]) => p.bad { "None is registered." },
                 Some(workers) => div.scroll tabindex="0" role="region" aria-label="Workers" {
@@ -346,7 +295,7 @@ fn workers_section(overview: &Status, names_kinds: bool) -> Markup {
                         thead { tr { th scope="col" { "host" } th.number scope="col" { "pid" } th scope="col" { "version" }
                             @if names_kinds { th scope="col" { "kinds" } }
                             th scope="col" { "since" } th scope="col" { "seen" } } }
-                        tbody { @for worker in workers { (worker_row(worker, names_kinds, &overview.at)) } }
+                        tbody { @for worker in workers { (worker_row(worker, names_kinds, &status.at)) } }
                     }
                 },
             }
@@ -368,7 +317,7 @@ fn worker_row(worker: &RegisteredWorker, names_kinds: bool, now: &str) -> Markup
     }
 }
 
-fn facts_section(shared: &Shared, overview: Option<&Status>) -> Markup {
+fn facts_section(shared: &Shared, status: Option<&Status>) -> Markup {
     let settings = &shared.settings;
     let database = postgres::place(&settings.database).unwrap_or_else(|_| "not known".into());
     let broker = match settings.delay.strategy.needs_broker() {
@@ -389,10 +338,10 @@ fn facts_section(shared: &Shared, overview: Option<&Status>) -> Markup {
                 dd { (shared.served.list().iter().map(|served| served.metrics.alarms_held.get()).sum::<i64>()) }
                 dt { "broker" } dd { (shown(&broker)) }
                 dt { "database" } dd { (shown(&database)) }
-                @if let Some(overview) = overview {
-                    dt { "database time" } dd { (time(&overview.at)) }
-                    (outbox("alarms to send", overview.alarm_outbox.as_ref()))
-                    (outbox("events to announce", overview.event_outbox.as_ref()))
+                @if let Some(status) = status {
+                    dt { "database time" } dd { (time(&status.at)) }
+                    (outbox("alarms to send", status.alarm_outbox.as_ref()))
+                    (outbox("events to announce", status.event_outbox.as_ref()))
                 }
             }
         }
@@ -451,8 +400,8 @@ mod tests {
     fn sentence_tells_how_late() {
         let overdue = Overdue { orders: 1_200, is_at_least: true, oldest: None, oldest_s: Some(65.0) };
         let kinds = vec![OverdueOfKind { kind: Kind::ORDER, overdue: Some(overdue), not_known: None }];
-        let overview = Status { kinds, ..Status::default() };
-        let said = sentence(&Verdict::Late(Vec::new()), Some(&overview));
+        let status = Status { kinds, ..Status::default() };
+        let said = sentence(&Verdict::Late(Vec::new()), Some(&status));
         assert_eq!(said, "Orders are late: at least 1,200 orders are overdue, the oldest for 1m 5s.");
     }
 

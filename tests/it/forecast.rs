@@ -1,4 +1,4 @@
-//! `pending` lists what falls due and `forecast` counts it, for the default tables and for a table of the shop's own, of
+//! `forecast` counts what falls due and lists it, for the default tables and for a table of the shop's own, of
 //! which neither invents what its statements do not tell.
 
 use std::collections::BTreeSet;
@@ -51,7 +51,7 @@ async fn all_pages(settings: &Settings, arguments: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn pending_pages_are_complete_and_sorted() {
+fn listed_pages_are_complete_and_sorted() {
     TestEnv::builder().run(async |env| {
         // Many of one deadline: a page ends in the middle of them.
         execute(
@@ -66,44 +66,44 @@ fn pending_pages_are_complete_and_sorted() {
         env.orders(2, Duration::ZERO).await;
         assert!(env.pay(&env.order(5 * MINUTE).await).await);
         for settings in [env.settings.clone(), own_statements(&env)] {
-            let found = all_pages(&settings, &["pending", "--next=1h", "--limit", "3"]).await;
+            let found = all_pages(&settings, &["forecast", "--orders", "--next=1h", "--limit", "3"]).await;
             assert_eq!(found.iter().collect::<BTreeSet<_>>().len(), 10, "{found:?}");
             assert_eq!(found[..3], soon.iter().map(|order| order.id.to_string()).collect::<Vec<_>>());
             assert_eq!(found.len(), 10);
-            let overdue = ask(&settings, &["pending", "--from", "2000-01-01T00:00:00Z", "--limit", "1000"]).await;
-            assert_eq!(ids(&overdue).len(), 0, "its window ends an hour after its beginning");
-            let all = ["pending", "--from", "2000-01-01T00:00:00Z", "--until", "2100-01-01T00:00:00Z"];
+            let overdue =
+                ask(&settings, &["forecast", "--orders", "--from", "2000-01-01T00:00:00Z", "--limit", "1000"]).await;
+            assert_eq!(ids(&overdue).len(), 0, "its window ends six hours after its beginning");
+            let all = ["forecast", "--orders", "--from", "2000-01-01T00:00:00Z", "--until", "2100-01-01T00:00:00Z"];
             assert_eq!(ids(&ask(&settings, &all).await).len(), 14);
         }
     });
 }
 
 #[test]
-fn pending_finds_ids_and_articles() {
+fn list_finds_ids_and_articles() {
     TestEnv::builder().run(async |env| {
         env.stock("Sale-Shoe", 10).await;
         let (shoe, other) = (&env.orders_of("Sale-Shoe", 1, MINUTE).await[0], env.order(MINUTE).await);
         execute(&env, "UPDATE orders SET amount_minor = 4999, currency = 'EUR'").await;
-        let found = ask(&env.settings, &["pending", "--text", "sale-"]).await;
+        let found = ask(&env.settings, &["forecast", "--orders", "--text", "sale-"]).await;
         assert_eq!(ids(&found), [shoe.id.to_string()]);
         assert_eq!(found["orders"][0]["money"], json!({ "currency": "EUR", "amount_minor": 4_999 }));
         assert_eq!((&found["orders"][0]["units"], &found["not_known"]), (&json!(1), &json!([])));
         let part = &other.id.to_string().to_uppercase()[24..];
-        assert_eq!(ids(&ask(&env.settings, &["pending", "--text", part]).await), [other.id.to_string()]);
+        assert_eq!(ids(&ask(&env.settings, &["forecast", "--orders", "--text", part]).await), [other.id.to_string()]);
 
-        let own = ask(&own_statements(&env), &["pending", "--text", part]).await;
+        let own = ask(&own_statements(&env), &["forecast", "--orders", "--text", part]).await;
         assert_eq!(ids(&own), [other.id.to_string()]);
         assert!(own["orders"][0].get("money").is_none() && own["orders"][0].get("units").is_none(), "{own}");
         assert_eq!(own["not_known"][0]["what"], "money");
 
-        let (_, text, _) = call_with(&env.settings, &["pending", "--limit", "1"]).await;
+        let (_, text, _) = call_with(&env.settings, &["forecast", "--orders", "--limit", "1"]).await;
         assert!(text.contains("49.99 EUR       1\n") && text.contains("1 shown; there may be more"), "{text}");
         for (arguments, fix) in [
-            (&["--limit", "0"][..], "ask for 1 to 1000"),
-            (&["--after", "17"], "`next` of the page before"),
+            (&["--after", "17"][..], "`next` of the page before"),
             (&["--until", "2000-01-01T00:00:00Z"], "give a later end"),
         ] {
-            let (code, _, stderr) = call_with(&env.settings, &[&["pending"], arguments].concat()).await;
+            let (code, _, stderr) = call_with(&env.settings, &[&["forecast", "--orders"], arguments].concat()).await;
             assert!(code == 2 && stderr.contains(fix) && stderr.lines().count() == 1, "{stderr}");
         }
     });

@@ -1,4 +1,4 @@
-//! The page's overview, refreshed in the background while a page is open, so that however many pages are open and however
+//! The status for the page, refreshed in the background while a page is open, so that however many pages are open and however
 //! large the table is, a page is rendered from memory.
 //!
 //! Reads through the operations; decides nothing.
@@ -16,7 +16,6 @@ use crate::operations::forecast::{self, Forecast};
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::reminders::{self, SentReminders};
 use crate::operations::status::{Status, Waiting, status};
-use crate::postgres::one_line;
 
 /// How often an open page changes.
 const REFRESH_EVERY: Duration = Duration::from_secs(2);
@@ -26,9 +25,9 @@ const FORECAST_EVERY: Duration = Duration::from_secs(15);
 const FORECAST_SHARE: u32 = 10;
 /// A page that was not asked for again within this time is closed.
 const INTEREST: Duration = Duration::from_secs(30);
-/// An overview that is older is not shown as the present.
+/// A status that is older is not shown as the present.
 const STALE: Duration = Duration::from_secs(8);
-/// How long the first page waits for the first overview.
+/// How long the first page waits for the first status.
 const FIRST_WAIT: Duration = Duration::from_secs(3);
 /// How long any other page waits for it, for the counts at its tabs.
 const TABS_WAIT: Duration = Duration::from_millis(300);
@@ -39,7 +38,7 @@ pub(in crate::http) struct View {
     /// When it was read.
     pub read_at: Instant,
     /// The state, or why it cannot be read.
-    pub overview: Result<Status, String>,
+    pub status: Result<Status, String>,
     /// What falls due of each kind, or why that cannot be read; none until it was counted once.
     pub forecasts: Forecasts,
     /// The reminders of the last hour, or why they cannot be read; `None` until they were read once.
@@ -56,19 +55,19 @@ pub(in crate::http) type Forecasts = BTreeMap<Kind, Result<Arc<Forecast>, String
 
 /// Cheap to clone.
 #[derive(Debug, Clone)]
-pub(in crate::http) struct OverviewFeed {
+pub(in crate::http) struct StatusFeed {
     views: Arc<watch::Sender<Option<Arc<View>>>>,
     asked: Arc<watch::Sender<Option<Instant>>>,
     wanted: Arc<Notify>,
 }
 
-impl OverviewFeed {
+impl StatusFeed {
     pub fn new() -> Self {
         let (views, asked) = (Arc::new(watch::Sender::new(None)), Arc::new(watch::Sender::new(None)));
         Self { views, asked, wanted: Arc::default() }
     }
 
-    /// Keeps the overview fresh for a while.
+    /// Keeps the status fresh for a while.
     pub fn want(&self) {
         self.asked.send_replace(Some(Instant::now()));
         self.wanted.notify_one();
@@ -88,8 +87,8 @@ impl OverviewFeed {
     /// How much waits for a person, and the database's time: nothing and no time where that is not known soon.
     pub async fn waiting(&self) -> (Waiting, String) {
         let view = self.view_within(TABS_WAIT).await;
-        let overview = view.as_ref().and_then(|view| view.overview.as_ref().ok());
-        overview.map(|overview| (overview.waiting(), overview.at.clone())).unwrap_or_default()
+        let status = view.as_ref().and_then(|view| view.status.as_ref().ok());
+        status.map(|status| (status.waiting(), status.at.clone())).unwrap_or_default()
     }
 
     async fn view_within(&self, wait: Duration) -> Option<Arc<View>> {
@@ -104,23 +103,23 @@ impl OverviewFeed {
     }
 }
 
-/// Refreshes the overview while it is wanted, until it is dropped.
-pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>, mut give_way: GiveWay) {
+/// Refreshes the status while it is wanted, until it is dropped.
+pub(super) async fn refresh(feed: StatusFeed, sources: Arc<LazySources>, mut give_way: GiveWay) {
     let mut next_forecast = Instant::now();
     let (mut forecasts, mut reminders) = (Forecasts::new(), None);
     loop {
         while !feed.is_wanted() {
             feed.wanted.notified().await;
         }
-        let show = |overview, forecasts, reminders| {
-            let view = View { read_at: Instant::now(), overview, forecasts, reminders, rendered: OnceLock::new() };
+        let show = |status, forecasts, reminders| {
+            let view = View { read_at: Instant::now(), status, forecasts, reminders, rendered: OnceLock::new() };
             feed.views.send_replace(Some(Arc::new(view)));
         };
         match sources.get().await {
             Err(why) => show(Err(why.to_string()), forecasts.clone(), reminders.clone()),
             Ok(sources) => {
                 let orders = sources.all_orders().await;
-                let read = status(&sources.database, &orders).await.map_err(|error| one_line(&error));
+                let read = status(&sources.database, &orders).await.map_err(|error| error.to_string());
                 let is_up = read.is_ok();
                 show(read.clone(), forecasts.clone(), reminders.clone());
                 if is_up && next_forecast <= Instant::now() {
@@ -141,7 +140,7 @@ pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>, mut g
 
 async fn read_reminders(sources: &Sources) -> Reminders {
     let sent = reminders::sent_in_last_hour(&sources.database).await;
-    sent.map(Arc::new).map_err(|error| one_line(&error))
+    sent.map(Arc::new).map_err(|error| error.to_string())
 }
 
 async fn count(sources: &Sources, table: Result<&OrdersTable, String>) -> Result<Arc<Forecast>, String> {

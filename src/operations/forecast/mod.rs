@@ -1,11 +1,13 @@
-//! What falls due in each of the next minutes (orders, money, stock), beside what can be closed in a minute.
+//! What falls due in each of the next minutes (orders, money, stock), beside what can be closed in a minute; and which
+//! orders these are (`orders.rs`).
 //!
 //! Reads only. What cannot be known is left out, and listed with the reason.
+
+mod orders;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{read_rfc3339, write_rfc3339};
 use order_timeout_core::order::Timestamp;
 use serde::Serialize;
@@ -13,10 +15,12 @@ use serde::Serialize;
 use super::close_rate::{CloseRate, close_rate};
 use super::orders_table::due::{DueMinute, DueMinutes, Money, Window};
 use super::orders_table::{OrdersTable, Unknown};
-use super::pending::money_and_stock;
+use super::pause_closing::lasting;
 use super::{NotKnown, known};
-use crate::postgres::closing_pauses::{self, Pause};
-use crate::postgres::{Database, one_line};
+use crate::postgres::Database;
+use crate::postgres::closing_pauses::Pause;
+
+pub use orders::{DueOrders, OrdersQuery, due_orders};
 
 /// How far a forecast reaches, if the caller does not say.
 pub const USUAL_REACH: Duration = Duration::from_secs(6 * 3_600);
@@ -30,6 +34,17 @@ pub enum ForecastError {
     /// A reach.
     #[error("a forecast for {0:?} is not possible; ask for 1m to 7d")]
     Reach(Duration),
+    /// An empty window.
+    #[error("the window ends at {until}, which is not after its beginning {from}; give a later end")]
+    EmptyWindow {
+        /// RFC 3339.
+        from: String,
+        /// RFC 3339.
+        until: String,
+    },
+    /// A place that no page ends with.
+    #[error("{0:?} is not the end of a page; give `next` of the page before, as it was printed")]
+    Place(String),
     /// The database.
     #[error("no forecast is possible: {0}")]
     Unknown(Unknown),
@@ -64,13 +79,6 @@ pub struct Forecast {
 }
 
 impl Forecast {
-    /// How many orders have their deadline between these minutes from now; `None` if the forecast does not reach so far.
-    #[must_use]
-    pub fn between(&self, from: u32, until: u32, reach: Duration) -> Option<u64> {
-        let due = self.minutes.iter().filter(|minute| (from..until).contains(&minute.number));
-        (MINUTE * until <= reach).then(|| due.map(|minute| minute.due.orders).sum())
-    }
-
     /// What falls due until the minute that this many minutes from now are in has ended, and that end as RFC 3339.
     #[must_use]
     pub fn within(&self, minutes: u32) -> (Due, String) {
@@ -149,11 +157,8 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
     // What was due before is overdue.
     let window = Window { from: now, until: now + reach };
     let first = window.first_minute();
-    let mut not_known = Vec::new();
+    let mut not_known = money_and_stock(orders);
     let counted = orders.due_minutes(window).await.map_err(ForecastError::Unknown)?;
-    if orders.is_of_the_shop() {
-        not_known.extend(money_and_stock());
-    }
     if counted.is_cut {
         let why = "the orders table is your own, and only so many of its orders are read; ask for less time";
         not_known.push(NotKnown { what: "later minutes", why: why.to_owned() });
@@ -161,7 +166,7 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
     let minutes = with_units(orders, window, counted, &mut not_known).await;
     let overdue = known("overdue", orders.overdue().await, &mut not_known).map(|found| found.orders);
     let can_close = known("close rate", close_rate(database).await, &mut not_known);
-    let paused = known("paused", paused(database, orders.kind()).await, &mut not_known);
+    let paused = known("paused", lasting(database, Some(orders.kind())).await, &mut not_known);
     let is_paused = paused.as_ref().is_some_and(|pauses| !pauses.is_empty());
     let outlook = can_close.as_ref().filter(|_| !is_paused).zip(overdue).map(|(rate, overdue)| {
         let due = minutes.iter().map(|(number, minute)| (*number, minute.orders)).collect();
@@ -181,9 +186,11 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
     })
 }
 
-async fn paused(database: &Database, kind: &Kind) -> Result<Vec<Pause>, Unknown> {
-    let read = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await);
-    read.await.map_err(|error| one_line(&error))
+/// What no statement of the orders contract tells.
+fn money_and_stock(orders: &OrdersTable) -> Vec<NotKnown> {
+    let why = "the orders table is your own, and its overdue statement returns ids and deadlines only";
+    let what = ["money", "stock"].into_iter().filter(|_| orders.is_of_the_shop());
+    what.map(|what| NotKnown { what, why: why.to_owned() }).collect()
 }
 
 async fn with_units(

@@ -1,53 +1,42 @@
-//! What falls due, page by page.
+//! The orders that fall due, page by page.
 //!
-//! Renders what `pending` answers.
+//! Renders what `forecast` answers.
 
 use std::sync::Arc;
 
-use axum::extract::{Query, State};
-use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::extract::State;
+use axum::response::Response;
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
+use order_timeout_core::message::write_rfc3339;
 use url::form_urlencoded::Serializer;
 
-use super::super::api::Problem;
-use super::super::api::reads::PendingParameters;
+use super::super::api::reads::OrdersParameters;
 use super::super::site::Shared;
-use super::failed;
-use super::layout::{Layout, Visitor, kind_choice, order_path};
-use super::overview::not_known;
+use super::changes::Filled;
+use super::layout::{Visitor, kind_choice, order_link};
+use super::show;
+use super::status::not_known;
 use super::words::{money, shown, time, when};
-use crate::operations::pending::{Pending, PendingOrder, pending};
+use crate::operations::forecast::{DueOrders, due_orders};
+use crate::operations::orders_table::due::DueOrder;
 
 pub(super) async fn page(
     State(shared): State<Arc<Shared>>,
     visitor: Visitor,
-    asked: Result<Query<PendingParameters>, axum::extract::rejection::QueryRejection>,
+    Filled(asked): Filled<OrdersParameters>,
 ) -> Response {
-    match read(&shared, asked).await {
-        Ok((page, kind, text)) => {
-            let contents = contents(&page, &kind, text.as_deref().unwrap_or_default(), &visitor.kinds);
-            (StatusCode::OK, Layout::new("Pending", &visitor).render(contents)).into_response()
-        }
-        Err(problem) => failed(&visitor, &problem),
-    }
+    let read = async {
+        let (kind, text) = (asked.kind.clone(), asked.text().to_owned());
+        let page = due_orders(shared.sources().await?.orders(&kind).await?, asked.query()).await?;
+        Ok(contents(&page, &kind, &text, &visitor.kinds))
+    };
+    show(&visitor, "Forecast", read.await)
 }
 
-async fn read(
-    shared: &Shared,
-    asked: Result<Query<PendingParameters>, axum::extract::rejection::QueryRejection>,
-) -> Result<(Pending, Kind, Option<String>), Problem> {
-    let Query(asked) = asked?;
-    let (kind, text) = (asked.kind.clone(), asked.text.clone());
-    let query = asked.without_empty().query()?;
-    let page = pending(shared.sources().await?.orders(&kind).await?, query).await?;
-    Ok((page, kind, text))
-}
-
-fn contents(page: &Pending, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
+fn contents(page: &DueOrders, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
     html! {
-        h1 { "Pending" }
+        h1 { "Forecast" }
         p { "Unpaid orders that fall due from " (time(&page.from)) " until " (time(&page.until)) "." }
         form.filter method="get" {
             @if kinds.len() > 1 { div { span { "Kind " } (kind_choice(kinds, Some(kind))) } }
@@ -75,19 +64,18 @@ fn contents(page: &Pending, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
     }
 }
 
-fn row(order: &PendingOrder, kind: &Kind, now: &str) -> Markup {
-    let id = order.order_id.as_str();
+fn row(order: &DueOrder, kind: &Kind, now: &str) -> Markup {
     html! {
         tr {
-            td data-name="deadline" { (when(&order.deadline, now)) }
-            td data-name="order" { a href=(order_path(kind, id)) { code { (shown(id)) } } }
+            td data-name="deadline" { (when(&write_rfc3339(order.deadline), now)) }
+            td data-name="order" { (order_link(kind, order.order_id.as_str())) }
             td.number data-name="amount" { @if let Some(amount) = &order.money { (money(amount)) } @else { "–" } }
             td.number data-name="units" { @if let Some(units) = order.units { (units) } @else { "–" } }
         }
     }
 }
 
-fn next_page(page: &Pending, kind: &Kind, text: &str, next: &str) -> String {
+fn next_page(page: &DueOrders, kind: &Kind, text: &str, next: &str) -> String {
     let mut query = of_kind(kind);
     query.append_pair("from", &page.from).append_pair("until", &page.until);
     query.append_pair("text", text).append_pair("after", next);
@@ -95,17 +83,17 @@ fn next_page(page: &Pending, kind: &Kind, text: &str, next: &str) -> String {
 }
 
 /// The page of what falls due between these times, RFC 3339.
-pub(super) fn pending_between(kind: &Kind, from: &str, until: &str) -> String {
+pub(super) fn due_between(kind: &Kind, from: &str, until: &str) -> String {
     of_kind(kind).append_pair("from", from).append_pair("until", until).finish()
 }
 
 /// The page of what falls due soon and has this text in its id.
-pub(super) fn pending_with(kind: &Kind, text: &str) -> String {
+pub(super) fn due_with(kind: &Kind, text: &str) -> String {
     of_kind(kind).append_pair("text", text).finish()
 }
 
 fn of_kind(kind: &Kind) -> Serializer<'static, String> {
-    let mut query = Serializer::for_suffix(String::from("/pending?"), "/pending?".len());
+    let mut query = Serializer::for_suffix(String::from("/forecast?"), "/forecast?".len());
     if !kind.is_default() {
         query.append_pair("kind", kind.as_str());
     }
