@@ -12,7 +12,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
-use order_timeout_testkit::{TestEnv, wait_within};
+use order_timeout_testkit::{TestEnv, wait_promised};
 use serde::Serialize;
 use sqlx::PgPool;
 use uuid::Uuid;
@@ -125,7 +125,7 @@ const NOT_ENDED: &str = "SELECT count(*) FROM orders o
     WHERE o.status NOT IN ('paid', 'closed') AND c.order_id IS NULL";
 
 async fn wait_for_ends(env: &TestEnv, longest: Duration) {
-    wait_within(longest, "every order ended or listed", async || env.count(NOT_ENDED).await == 0).await;
+    wait_promised(longest, "every order ended or listed", async || env.count(NOT_ENDED).await == 0).await;
 }
 
 async fn run(env: &TestEnv, sick: &PaymentService, args: &Args) -> Counts {

@@ -13,6 +13,7 @@ use order_timeout_testkit::wait_for;
 use serde_json::{Value, json};
 use thirtyfour::cdp::domains::emulation::{MediaFeature, SetDeviceMetricsOverride, SetEmulatedMedia};
 use thirtyfour::common::keys::Key;
+use thirtyfour::error::WebDriverErrorInner;
 use thirtyfour::extensions::query::ElementQueryable;
 use thirtyfour::{By, ChromiumLikeCapabilities, DesiredCapabilities, WebDriver};
 
@@ -173,9 +174,20 @@ impl Browser {
         self.window.execute(script.to_owned(), arguments).await.unwrap().json().clone()
     }
 
-    /// Clicks the first element that the selector finds.
+    /// Clicks the first element that the selector finds. The page replaces its sections when something changes, also
+    /// between finding an element and clicking on it.
     pub async fn click(&self, selector: &str) {
-        self.window.query(By::Css(selector)).first().await.unwrap().click().await.unwrap();
+        wait_for(selector, async || {
+            let found = self.window.query(By::Css(selector)).first().await.unwrap();
+            match found.click().await {
+                Err(error) if matches!(error.as_inner(), WebDriverErrorInner::StaleElementReference(_)) => false,
+                clicked => {
+                    clicked.unwrap();
+                    true
+                }
+            }
+        })
+        .await;
     }
 
     /// Types into the element that has the focus.

@@ -300,7 +300,7 @@ impl FaultRun<'_> {
         let mut discarded = 0;
         for queue in self.delay_queues(&env).await.into_iter().chain([names.timeout(), names.schedule()]) {
             let options = QueuePurgeOptions::default();
-            match env.channel.queue_purge(queue.as_str().into(), options).await {
+            match env.channel().queue_purge(queue.as_str().into(), options).await {
                 Ok(purged) => discarded += purged,
                 // RabbitMQ 3.10 does so for a queue without a leader, which a broker that was killed while it was declared
                 // may leave. Its messages stay.
@@ -328,7 +328,7 @@ impl FaultRun<'_> {
         let names = self.env().names();
         let queue = [names.timeout(), names.schedule()][self.fault.choice % 2].clone();
         let env = self.environment.with_broker_channel().await;
-        env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        env.channel().queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
     }
 
@@ -336,10 +336,10 @@ impl FaultRun<'_> {
         let env = self.environment.with_broker_channel().await;
         let mut queues = self.delay_queues(&env).await;
         let queue = queues.swap_remove(self.fault.choice % queues.len());
-        env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        env.channel().queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.environment.wait(self.fault.hold).await;
         // A slot is declared again by the worker.
-        env.settings.topology().declare(&env.broker).await.unwrap();
+        env.settings.topology().declare(env.broker()).await.unwrap();
     }
 
     async fn double_alarms(&self) -> FaultEffect {

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::TestEnv;
-use order_timeout_testkit::away::{COMING_BACK, consumers, meanwhile};
+use order_timeout_testkit::away::{consumers, meanwhile};
 use order_timeout_testkit::payment_service::PaymentService;
+use order_timeout_testkit::{TIMEOUT, TestEnv};
 use tokio::task::JoinSet;
 
 use crate::environment::{Environment, with_environment};
@@ -296,7 +296,7 @@ async fn quiet_period(environment: &Environment) -> QuietPeriod {
     while !environment.interrupted.is_cancelled()
         && let Some(unsettled) = unsettled_reason(environment).await
     {
-        assert!(began.elapsed() < COMING_BACK, "not all workers recovered within {COMING_BACK:?}: {unsettled}");
+        assert!(began.elapsed() < TIMEOUT, "not all workers recovered within {TIMEOUT:?}: {unsettled}");
         tokio::time::sleep(POLL_INTERVAL).await;
     }
     let from = Timestamp::now_by_local_clock();
@@ -371,7 +371,7 @@ const OPEN: &str = "SELECT count(*) FROM orders o
 pub async fn settle(environment: &Environment, listener: &EventListener) {
     let began = Instant::now();
     let count = async |sql| count(&environment.env, sql).await;
-    while began.elapsed() < COMING_BACK && !environment.interrupted.is_cancelled() {
+    while began.elapsed() < TIMEOUT && !environment.interrupted.is_cancelled() {
         let open = count(OPEN).await;
         let unsent = count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
         let events = count("SELECT count(*) FROM event_outbox").await;

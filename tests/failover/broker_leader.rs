@@ -8,7 +8,7 @@ use order_timeout::Settings;
 use order_timeout_core::delay::Lane;
 use order_timeout_testkit::away::keep_events;
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{TIMEOUT, TestEnv, alarms_alone, wait_within, with_parts};
+use order_timeout_testkit::{TIMEOUT, TestEnv, alarms_alone, wait_promised, with_parts};
 use time::OffsetDateTime;
 
 use crate::cluster::Cluster;
@@ -126,7 +126,7 @@ async fn release_stuck_dead_letters(env: &TestEnv, cluster: &Cluster) {
     }
     let processing = env.names().timeout();
     let env = env.reconnected().await;
-    wait_within(BROKER_TIMEOUT, "every dead letter handed over and taken", async || {
+    wait_promised(BROKER_TIMEOUT, "every dead letter handed over and taken", async || {
         tokio::task::block_in_place(|| cluster.stuck()).is_empty() && env.depth(&processing).await == 0
     })
     .await;

@@ -74,7 +74,7 @@ async fn fail_over(env: &Arc<TestEnv>, primary: &Private, standby: &Private, fro
 
     let taken = traffic.stop().await;
     assert_each_closed_once(env, &taken, &kept_events).await;
-    env.channel.queue_delete(kept_events.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    env.channel().queue_delete(kept_events.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     println!(
         "\nPostgres, primary killed and standby promoted within {}: {} orders taken, {} commits said again; each closed once, {} by the sweep",
         moved_at - killed_at,

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use order_timeout_client::Publisher;
 use order_timeout_core::order::{OrderId, Timestamp};
-use order_timeout_testkit::away::{COMING_BACK, assert_every_event_received};
-use order_timeout_testkit::{TestEnv, checkout, wait_within};
+use order_timeout_testkit::away::assert_every_event_received;
+use order_timeout_testkit::{TestEnv, checkout, wait_for};
 use sqlx::PgPool;
 use time::OffsetDateTime;
 use tokio::task::{JoinHandle, JoinSet};
@@ -135,7 +135,7 @@ pub async fn unpaid(env: &TestEnv) -> Option<i64> {
 
 /// Asserts that every created order was closed once and not early, and that every close was announced.
 pub async fn assert_each_closed_once(env: &TestEnv, taken: &Taken, kept_events: &str) {
-    wait_within(COMING_BACK, "every order's close", async || unpaid(env).await == Some(0)).await;
+    wait_for("every order's close", async || unpaid(env).await == Some(0)).await;
     assert_every_event_received(env, kept_events).await;
     let closed: i64 = sqlx::query_scalar("SELECT count(*) FROM orders WHERE id = ANY ($1) AND status = 'closed'")
         .bind(&taken.orders)

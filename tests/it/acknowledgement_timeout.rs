@@ -12,13 +12,13 @@ use lapin::{BasicProperties, Connection};
 use order_timeout::Settings;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_testkit::away::{
-    COMING_BACK, assert_all_closed_and_announced, expiring_queue_arguments, keep_events, meanwhile, shorten_timeouts,
+    assert_all_closed_and_announced, expiring_queue_arguments, keep_events, meanwhile, shorten_timeouts,
     with_broker_behind,
 };
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::proxy::{Count, Direction, Proxy};
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, connect_to_broker, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, connect_to_broker, wait_for};
 use secrecy::SecretString;
 use tokio::time::timeout;
 
@@ -80,7 +80,7 @@ impl UnackedMessage {
     async fn prepare(env: &TestEnv) -> Self {
         let queue = format!("{}.unacked", env.settings.namespace);
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
-        env.channel.queue_declare(queue.as_str().into(), options, expiring_queue_arguments()).await.unwrap();
+        env.channel().queue_declare(queue.as_str().into(), options, expiring_queue_arguments()).await.unwrap();
         env.publish_raw("", &queue, b"unacked", BasicProperties::default()).await;
         let network = Proxy::before(&env.settings.amqp.url).await;
         let broker = connect_to_broker(&with_broker_behind(env, &network), "unacked").await;
@@ -96,7 +96,7 @@ impl UnackedMessage {
             let consumer = channel.basic_consume(self.queue.as_str().into(), "".into(), options, FieldTable::default());
             let mut consumer = consumer.await.unwrap();
             let consume = async { while let Some(Ok(_unacknowledged)) = consumer.next().await {} };
-            timeout(COMING_BACK, consume).await.expect("the broker ends the consumer");
+            timeout(TIMEOUT, consume).await.expect("the broker ends the consumer");
             assert!(self.ends.count() >= end, "the end of a consumer was not counted");
         }
     }
@@ -163,7 +163,7 @@ fn hold_beyond_ack_timeout_is_named() {
         env.deliver([&order]).await;
         let logged = || std::fs::read_to_string(&log).unwrap();
         let hint = "consumer-timeout in a policy, consumer_timeout in rabbitmq.conf";
-        wait_within(COMING_BACK, "the cause in the log", async || logged().contains(hint)).await;
+        wait_for("the cause in the log", async || logged().contains(hint)).await;
         // Up to RabbitMQ 4.2 the former, from 4.3 on the latter; the handbook has both.
         let handbook = include_str!("../../docs/operating/troubleshoot.md");
         let sentences = [
@@ -173,7 +173,7 @@ fn hold_beyond_ack_timeout_is_named() {
         assert!(sentences.iter().all(|sentence| handbook.contains(sentence)));
         assert!(sentences.iter().any(|sentence| logged().contains(sentence)), "{}", logged());
         assert_eq!(env.closed().await, 0, "before the deadline");
-        wait_within(COMING_BACK, "the close", async || env.closed().await == 1).await;
+        wait_for("the close", async || env.closed().await == 1).await;
         assert_eq!(worker.terminate(TIMEOUT), 0);
         env.assert_ledger().await;
     });
@@ -210,10 +210,9 @@ fn unparkable_alarms_return_before_ack_timeout() {
         wait_for("the alarm consumed", async || env.depth(&env.names().timeout()).await == 0).await;
         unacked.wait_for_ack_timeout().await;
         network.restore();
-        wait_within(COMING_BACK, "the alarm parked", async || !env.parked().await.is_empty()).await;
+        wait_for("the alarm parked", async || !env.parked().await.is_empty()).await;
         // The worker keeps one delivery to find out when parking works again; its redelivery may come after it.
-        wait_within(COMING_BACK, "the alarm consumed again", async || env.depth(&env.names().timeout()).await == 0)
-            .await;
+        wait_for("the alarm consumed again", async || env.depth(&env.names().timeout()).await == 0).await;
         worker.stop_without_ack_timeout().await;
         assert_eq!(env.parked().await.len(), 1, "once");
     });

@@ -24,10 +24,10 @@ const SECOND: Duration = Duration::from_secs(1);
 /// Consumes all events, as a program of the shop would.
 pub async fn consume_events(env: &TestEnv) -> Consumer {
     let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
-    let queue = env.channel.queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
+    let queue = env.channel().queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
     bind(env, queue.name().as_str()).await;
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
-    env.channel.basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
+    env.channel().basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
 }
 
 /// Makes the broker nack each event from now on: binds a queue that accepts no message. Returns its name.
@@ -37,7 +37,7 @@ async fn refuse_events(env: &TestEnv) -> String {
     let mut arguments = FieldTable::default();
     arguments.insert("x-max-length".into(), 0.into());
     arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
-    env.channel.queue_declare(queue.as_str().into(), options, arguments).await.unwrap();
+    env.channel().queue_declare(queue.as_str().into(), options, arguments).await.unwrap();
     bind(env, &queue).await;
     queue
 }
@@ -45,7 +45,7 @@ async fn refuse_events(env: &TestEnv) -> String {
 async fn bind(env: &TestEnv, queue: &str) {
     let (events, options) = (env.names().events(), QueueBindOptions::default());
     let bound =
-        env.channel.queue_bind(queue.into(), events.as_str().into(), "#".into(), options, FieldTable::default());
+        env.channel().queue_bind(queue.into(), events.as_str().into(), "#".into(), options, FieldTable::default());
     bound.await.unwrap();
 }
 
@@ -188,7 +188,7 @@ fn refused_events_stay_and_are_sent_later() {
         worker.stop().await;
         assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
 
-        env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        env.channel().queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         let mut consumer = consume_events(&env).await;
         let worker = env.worker().await;
         let received = receive(&mut consumer, 41).await;
@@ -206,7 +206,7 @@ fn deleted_events_exchange_is_declared_again() {
     TestEnv::builder().run(async |env| {
         let worker = env.worker().await;
         let (events, options) = (env.names().events(), ExchangeDeleteOptions::default());
-        env.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
+        env.channel().exchange_delete(events.as_str().into(), options).await.unwrap();
         let orders = env.orders(10, Duration::ZERO).await;
         env.deliver(&orders).await;
         wait_for("the close", async || env.closed().await == 10).await;

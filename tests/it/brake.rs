@@ -7,7 +7,7 @@ use order_timeout::Settings;
 use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_promised};
 use serde_json::Value;
 use sqlx::AssertSqlSafe;
 use tempfile::NamedTempFile;
@@ -260,7 +260,7 @@ fn slow_count_delays_no_pause() {
             "INSERT INTO closing_pauses (kind, cause, reason, paused_by) VALUES (NULL, 'operator', 'a test', 'it')";
         execute(&env, pause).await;
         let is_paused = async || Figures::of(&worker).await.find("closing_paused{cause=\"operator\"}") == Some(1.0);
-        wait_within(Duration::from_secs(3), "the pause", is_paused).await;
+        wait_promised(Duration::from_secs(3), "the pause", is_paused).await;
         let counted = "SELECT coalesce(sum(foreseen), 0)::bigint FROM closing_minutes";
         assert_eq!(env.count(counted).await, 0, "the count is still running");
         execute(&env, "UPDATE public.slowness SET seconds = 0").await;

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
 use order_timeout_testkit::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, hold_long, is_consumed,
-    keep_events, meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
+    HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, hold_long, is_consumed, keep_events,
+    meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
 use order_timeout_testkit::private::Private;
-use order_timeout_testkit::{TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{TestEnv, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -71,7 +71,7 @@ fn worker_starts_before_broker() {
         meanwhile(|| broker.stop());
         let worker = env.worker().await;
         meanwhile(|| broker.restart());
-        wait_within(COMING_BACK, "the close", async || env.closed().await == 20).await;
+        wait_for("the close", async || env.closed().await == 20).await;
         // The broker is also unavailable when it closes the connections.
         schedule(&env, &env.publisher().await, 20, 6 * SECOND).await;
         let held = env.orders(20, 3 * SECOND).await;
@@ -94,13 +94,13 @@ fn deleted_wheel_is_declared_again() {
         wait_for("every close", async || env.closed().await == 10).await;
         assert_ne!(env.depths("wheel.").await, [], "the alarms were in the wheel");
         for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".wheel.")) {
-            env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+            env.channel().queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
         }
         schedule(&env, &publisher, 10, 8 * SECOND).await;
         wait_for("every close", async || env.closed().await == 20).await;
         // Also the exchange through which they are written.
         let (wheel, options) = (env.names().wheel(), ExchangeDeleteOptions::default());
-        env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
+        env.channel().exchange_delete(wheel.as_str().into(), options).await.unwrap();
         schedule(&env, &publisher, 10, 8 * SECOND).await;
         wait_for("every other close", async || env.closed().await == 30).await;
         worker.stop().await;
@@ -124,7 +124,7 @@ fn deleted_queue_is_declared_again_and_consumed() {
                 env.depth(&env.names().timeout()).await + env.depth(&env.names().schedule()).await == 0
             })
             .await;
-            env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            env.channel().queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
             let later = env.order(SECOND).await;
             env.deliver([&later]).await;

@@ -8,13 +8,13 @@ use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use order_timeout::Settings;
 use order_timeout_testkit::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker,
-    hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, shorten_timeouts,
+    HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker, hold_long,
+    is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, shorten_timeouts,
     wait_until_scheduling_works, with_broker_behind,
 };
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::proxy::{Direction, Proxy};
-use order_timeout_testkit::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait_within};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, alarms_alone, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -33,9 +33,9 @@ async fn assert_closed(env: &TestEnv, held: &[Order]) {
 /// Asserts that every order was closed once, by its alarm, and announced.
 async fn assert_all_closed_by_alarms(env: &TestEnv) {
     let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
-    wait_within(COMING_BACK, "every order's close", async || unpaid().await == 0).await;
+    wait_for("every order's close", async || unpaid().await == 0).await;
     let unsent = async || env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
-    wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
+    wait_for("every event sent", async || unsent().await == 0).await;
     assert_eq!(env.parked().await, []);
     env.assert_closed_by_alarms().await;
     env.assert_ledger().await;
@@ -260,7 +260,7 @@ fn incompatible_queue_is_refused_until_fixed() {
         let queue = env.names().timeout();
         // The worker declares it again at once; the first declaration wins.
         wait_for("a queue of another type", async || {
-            let channel = env.broker.create_channel().await.unwrap();
+            let channel = env.broker().create_channel().await.unwrap();
             channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             let options = QueueDeclareOptions { durable: true, ..Default::default() };
             channel.queue_declare(queue.as_str().into(), options, FieldTable::default()).await.is_ok()
@@ -268,8 +268,8 @@ fn incompatible_queue_is_refused_until_fixed() {
         .await;
         assert_closed(&env, &held).await;
         assert!(!is_consumed(&env, &queue).await, "a queue without our guarantees is not consumed");
-        env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-        wait_within(COMING_BACK, "the queue, consumed again", async || is_consumed(&env, &queue).await).await;
+        env.channel().queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
         let later = env.orders(10, SECOND).await;
         env.deliver(&later).await;
         assert_all_closed_by_alarms(&env).await;

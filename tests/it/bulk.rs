@@ -52,7 +52,7 @@ async fn result_of(env: &TestEnv, arguments: &[&str]) -> (i32, Value) {
 
 #[test]
 fn moves_only_chosen_unpaid_orders() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
             let app = orders_of(&env, "app", 5, 3_600 * SECOND).await;
             let web = orders_of(&env, "web", 3, 3_600 * SECOND).await;
             assert!(env.pay(&app[4]).await);
@@ -93,7 +93,7 @@ fn moves_only_chosen_unpaid_orders() {
 
 #[test]
 fn preview_shows_figures_and_examples() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let app = orders_of(&env, "app", 12, 3_600 * SECOND).await;
         orders_of(&env, "app", 1, Duration::ZERO).await;
         execute(
@@ -124,26 +124,28 @@ fn preview_shows_figures_and_examples() {
 
 #[test]
 fn condition_can_only_read() {
-    TestEnv::builder().settings(|settings| settings.database.statement_timeout = SECOND).run(async |env| {
-        env.orders(2, Duration::ZERO).await;
-        for (condition, part) in [
-            ("chanel = 'app'", "column \"chanel\" does not exist"),
-            ("id = ", "syntax error"),
-            ("1", "must be type boolean"),
-            ("true); DELETE FROM orders; SELECT (true", "cannot be used"),
-            ("nextval('order_events_id_seq') > 0", "read-only transaction"),
-            ("pg_sleep(5) IS NOT NULL", "--set database.statement_timeout=1m"),
-        ] {
-            let arguments = [&["deadline", "--in", "1h", "--where", condition, "--yes"][..], &WHY].concat();
-            let (code, stdout, stderr) = call(&env, &arguments).await;
-            assert_eq!((code, stdout.as_str()), (1, ""), "{condition}: {stderr}");
-            assert!(stderr.contains(part) && stderr.contains("--where"), "{condition}: {stderr}");
-            assert_eq!(stderr.lines().count(), 1, "one sentence: {stderr}");
-        }
-        assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await, 2);
-        let (code, _, stderr) = call(&env, &["deadline", "--in", "1h", "--where", "true", "--yes"]).await;
-        assert!(code == 2 && stderr.contains("--why"), "{stderr}");
-    });
+    TestEnv::builder().without_broker().settings(|settings| settings.database.statement_timeout = SECOND).run(
+        async |env| {
+            env.orders(2, Duration::ZERO).await;
+            for (condition, part) in [
+                ("chanel = 'app'", "column \"chanel\" does not exist"),
+                ("id = ", "syntax error"),
+                ("1", "must be type boolean"),
+                ("true); DELETE FROM orders; SELECT (true", "cannot be used"),
+                ("nextval('order_events_id_seq') > 0", "read-only transaction"),
+                ("pg_sleep(5) IS NOT NULL", "--set database.statement_timeout=1m"),
+            ] {
+                let arguments = [&["deadline", "--in", "1h", "--where", condition, "--yes"][..], &WHY].concat();
+                let (code, stdout, stderr) = call(&env, &arguments).await;
+                assert_eq!((code, stdout.as_str()), (1, ""), "{condition}: {stderr}");
+                assert!(stderr.contains(part) && stderr.contains("--where"), "{condition}: {stderr}");
+                assert_eq!(stderr.lines().count(), 1, "one sentence: {stderr}");
+            }
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await, 2);
+            let (code, _, stderr) = call(&env, &["deadline", "--in", "1h", "--where", "true", "--yes"]).await;
+            assert!(code == 2 && stderr.contains("--why"), "{stderr}");
+        },
+    );
 }
 
 #[test]
@@ -170,7 +172,7 @@ fn only_manual_closes_name_an_operator() {
 
 #[test]
 fn failing_and_locked_orders_stay_alone() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         env.stock("bad", 10).await;
         env.orders(30, Duration::ZERO).await;
         env.orders_of("bad", 1, Duration::ZERO).await;
@@ -178,6 +180,14 @@ fn failing_and_locked_orders_stay_alone() {
         env.refuse_to_close("bad").await;
         let mut other = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(locked.id).execute(&mut *other).await.unwrap();
+        let bad = "SELECT order_id::text FROM order_items WHERE article_id = 'bad'";
+        let bad: String = sqlx::query_scalar(bad).fetch_one(&env.pool).await.unwrap();
+        let good = env.order(Duration::ZERO).await;
+        let ids = [bad, locked.id.to_string(), good.id.to_string()];
+        let (code, said, stderr) = call(&env, &[&["close", &ids[0], &ids[1], &ids[2]][..], &WHY].concat()).await;
+        assert_eq!((code, env.closed().await, env.status(&good).await.as_str()), (1, 1, "closed"), "{said}{stderr}");
+        assert!(said.contains("busy") && format!("{said}{stderr}").contains("this order stays"), "{said}{stderr}");
+
         env.orders(5, 3_600 * SECOND).await;
         let (code, answer) = result_of(&env, &["deadline", "--where", "true", "--in", "3h"]).await;
         let result = &answer["result"];
@@ -270,7 +280,7 @@ fn answer(env: &TestEnv, arguments: &[&str], answer: &str) -> (i32, String) {
 
 #[test]
 fn only_yes_at_terminal_goes_on() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(3_600 * SECOND).await;
         let command = [&["deadline", "--where", "true", "--in", "+30m"][..], &WHY].concat();
         for no in ["no", "", "y"] {
@@ -285,7 +295,7 @@ fn only_yes_at_terminal_goes_on() {
 
 #[test]
 fn single_order_has_sign_and_history() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(3_600 * SECOND).await;
         let id = order.id.to_string();
         for (by, expected) in [("+30m", order.deadline + 1_800 * SECOND), ("-10m", order.deadline + 1_200 * SECOND)] {
@@ -302,7 +312,7 @@ fn single_order_has_sign_and_history() {
 
 #[test]
 fn nothing_to_do_says_why() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         env.order(3_600 * SECOND).await;
         env.order(3_600 * SECOND).await;
         let command = ["deadline", "--where", "false", "--in", "1h"];
@@ -314,6 +324,7 @@ fn nothing_to_do_says_why() {
 #[test]
 fn own_statements_refuse_conditions() {
     TestEnv::builder()
+        .without_broker()
         .settings(|settings| {
             let path = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(file).to_str().unwrap().to_owned();
             (settings.orders.close_sql, settings.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));

@@ -93,7 +93,6 @@ fn close_returns_every_article_to_stock() {
 #[test]
 fn paid_order_is_never_closed() {
     TestEnv::builder().run(async |env| {
-        let stall_probe = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         // Time enough for a busy machine to pay twelve of them.
         let orders = env.orders(30, 6 * SECOND).await;
@@ -106,7 +105,7 @@ fn paid_order_is_never_closed() {
         for order in &orders[..12] {
             assert_eq!(env.status(order).await, "paid");
         }
-        stall_probe.assert_on_time(&env).await;
+        env.assert_on_time().await;
         env.assert_drained().await;
         env.assert_ledger().await;
     });
@@ -146,7 +145,6 @@ fn unknown_and_far_alarms_delay_no_order() {
             add_coarse_ring(settings);
         })
         .run(async |env| {
-            let stall_probe = MachineStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let now = Timestamp::now_by_local_clock();
@@ -169,7 +167,7 @@ fn unknown_and_far_alarms_delay_no_order() {
             let later = env.orders(100, 6 * SECOND).await;
             publisher.schedule_all(alarms(&later)).await.unwrap();
             wait_until_closed(&env, 200).await;
-            stall_probe.assert_on_time(&env).await;
+            env.assert_on_time().await;
             assert_eq!(env.parked().await, []);
             worker.stop().await;
             env.assert_ledger().await;

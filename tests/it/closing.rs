@@ -99,7 +99,7 @@ const SETTLED: &str = "paid | 999999/0 | paid by provider | order.paid_late_sett
 
 #[test]
 fn unpaid_order_is_cancelled_then_closed() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.open("pi_1");
@@ -118,7 +118,7 @@ fn unpaid_order_is_cancelled_then_closed() {
 
 #[test]
 fn paid_order_is_settled() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.always("pi_1", &paid());
@@ -135,7 +135,7 @@ fn paid_order_is_settled() {
 
 #[test]
 fn payment_that_beats_cancel_is_settled() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.script("pi_1", CallKind::Ask, [Answer::Open]);
@@ -149,7 +149,7 @@ fn payment_that_beats_cancel_is_settled() {
 
 #[test]
 fn order_without_attempts_is_closed() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let orders = env.orders(250, Duration::ZERO).await;
         let provider = Arc::new(Provider::default());
         let mut driver = Driver::start(&env, provider.clone()).await;
@@ -167,7 +167,7 @@ fn order_without_attempts_is_closed() {
 
 /// Ends a worker after this step; another one must bring the order to the same end.
 fn killed_after(step: Step, answers: (Answer, Answer), end: &'static str, calls: (usize, usize)) {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.script("pi_1", CallKind::Ask, [answers.0]);
@@ -228,7 +228,7 @@ fn kill_after_settlement_settles_once() {
 
 #[test]
 fn kill_after_postponement_closes_once() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.script("pi_1", CallKind::Ask, [unknown(), Answer::Open]);
@@ -261,7 +261,7 @@ async fn assert_unresolved(env: &TestEnv, driver: &mut Driver, reason: &'static 
 
 /// An order of 19.99 EUR whose only attempt has this answer to both calls.
 fn unresolved_by(answer: Answer, reason: &'static str) {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.always("pi_1", &answer);
@@ -299,7 +299,7 @@ fn refunded_payment_is_listed() {
 
 #[test]
 fn part_of_total_never_pays_order() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         sqlx::raw_sql("UPDATE orders SET amount_minor = 5000, currency = 'EUR'").execute(&env.pool).await.unwrap();
         let provider = Arc::new(Provider::default());
@@ -313,7 +313,7 @@ fn part_of_total_never_pays_order() {
 /// The documented case: a part was paid and reported, and the attempt at the rest was abandoned.
 #[test]
 fn reported_part_is_late_after_the_close() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         begin_attempt(&env, &order, "pi_2").await;
         sqlx::raw_sql("UPDATE orders SET amount_minor = 5000, currency = 'EUR'").execute(&env.pool).await.unwrap();
@@ -333,7 +333,7 @@ fn reported_part_is_late_after_the_close() {
 
 #[test]
 fn parts_that_cover_total_pay_order() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         begin_attempt(&env, &order, "pi_2").await;
         sqlx::raw_sql("UPDATE orders SET amount_minor = 3000, currency = 'EUR'").execute(&env.pool).await.unwrap();
@@ -351,7 +351,7 @@ fn parts_that_cover_total_pay_order() {
 
 #[test]
 fn closed_attempt_does_not_decide_order() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "cs_old").await;
         begin_attempt(&env, &order, "cs_new").await;
         let provider = Arc::new(Provider::default());
@@ -367,7 +367,7 @@ fn closed_attempt_does_not_decide_order() {
 
 #[test]
 fn proved_attempt_is_not_asked_again() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "a").await;
         begin_attempt(&env, &order, "b").await;
         let provider = Arc::new(Provider::default());
@@ -385,7 +385,7 @@ fn proved_attempt_is_not_asked_again() {
 
 #[test]
 fn attempt_begun_meanwhile_is_asked_about() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.open("pi_1");
@@ -406,7 +406,7 @@ fn attempt_begun_meanwhile_is_asked_about() {
 
 #[test]
 fn refused_close_is_listed_alone() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         env.stock("refused", 10).await;
         let refused = env.orders_of("refused", 1, Duration::ZERO).await;
         let others = env.orders(20, Duration::ZERO).await;
@@ -431,7 +431,7 @@ fn refused_close_is_listed_alone() {
 
 #[test]
 fn payment_while_closing_wins() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.open("pi_1");
@@ -452,7 +452,7 @@ fn payment_while_closing_wins() {
 
 #[test]
 fn expired_lease_changes_nothing() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.script("pi_1", CallKind::Ask, [Answer::Open, unknown()]);
@@ -478,7 +478,7 @@ fn expired_lease_changes_nothing() {
 
 #[test]
 fn workers_share_orders_without_repeating_calls() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let orders = env.orders(200, Duration::ZERO).await;
         let provider = Arc::new(Provider::default());
         for (n, order) in orders.iter().enumerate() {
@@ -506,7 +506,7 @@ fn workers_share_orders_without_repeating_calls() {
 
 #[test]
 fn stopped_worker_gives_orders_back() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.open("pi_1");
@@ -527,7 +527,7 @@ fn stopped_worker_gives_orders_back() {
 
 #[test]
 fn lease_outlives_no_crash_for_long() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.open("pi_1");
@@ -543,7 +543,7 @@ fn lease_outlives_no_crash_for_long() {
 
 #[test]
 fn renewed_lease_is_not_taken_over() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.open("pi_1");
@@ -576,7 +576,7 @@ fn renewed_lease_is_not_taken_over() {
 /// Of an attempt that is committed after the close statement has begun, and before it looks.
 #[test]
 fn attempts_are_looked_for_with_own_snapshot() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = env.order(Duration::ZERO).await;
         let mut holder = env.pool.acquire().await.unwrap();
         sqlx::raw_sql("SELECT pg_advisory_lock(7)").execute(&mut *holder).await.unwrap();
@@ -598,7 +598,7 @@ fn attempts_are_looked_for_with_own_snapshot() {
 
 #[test]
 fn schema_has_what_provider_needs() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let mut settings = env.settings.clone();
         PaymentService::start().join(&mut settings, "card", wide_limits());
@@ -614,7 +614,7 @@ fn schema_has_what_provider_needs() {
 
 #[test]
 fn order_made_unpaid_again_is_claimed_anew() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.always("pi_1", &Answer::Refunded);

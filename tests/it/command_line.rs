@@ -16,7 +16,7 @@ use order_timeout_testkit::figures;
 use order_timeout_testkit::linux::{self, Signal};
 use order_timeout_testkit::process::{WorkerProcess, bare, call_with, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
-use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_parts};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_promised, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 use sqlx::Executor;
@@ -494,7 +494,7 @@ fn setup_is_idempotent() {
         // As at the first setup: no tables, and one queue is missing.
         env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
         let lost = &topology.queues.last().unwrap().name;
-        env.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
+        env.channel().queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
 
         let mut seen = Vec::new();
         for _ in 0..2 {
@@ -536,7 +536,7 @@ fn schedule_reports_the_published_alarm() {
         assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
         wait_for("the alarm in the inbox", async || env.depth(&inbox).await == 1).await;
         let got =
-            env.channel.basic_get(inbox.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
+            env.channel().basic_get(inbox.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
         assert_eq!(serde_json::from_slice::<Value>(&got.delivery.data).unwrap(), expected, "it reports what it sent");
 
         let before = env.order(Duration::from_secs(90)).await.deadline;
@@ -703,7 +703,7 @@ async fn close(env: &TestEnv, ids: &[&str]) -> (i32, Vec<(String, String)>) {
 
 #[test]
 fn close_closes_only_overdue_orders() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let overdue = env.order(Duration::ZERO).await;
         let paid = env.order(Duration::ZERO).await;
         let not_due = env.order(Duration::from_secs(3_600)).await;
@@ -802,7 +802,7 @@ async fn wait_for_consumers(env: &TestEnv) {
 }
 
 async fn consumers(env: &TestEnv, queue: &str) -> u32 {
-    let channel = env.broker.create_channel().await.unwrap();
+    let channel = env.broker().create_channel().await.unwrap();
     let options = lapin::options::QueueDeclareOptions { passive: true, ..Default::default() };
     channel.queue_declare(queue.into(), options, Default::default()).await.unwrap().consumer_count()
 }
@@ -873,7 +873,7 @@ fn second_stop_signal_ends_worker_at_once() {
             wait_for("the draining", async || worker.has_logged("stopping: accepting nothing new")).await;
             assert_eq!(worker.exit_code(), None, "there is something left to finish");
             worker.signal(Signal::INT);
-            wait_within(Duration::from_secs(20), "the exit", async || worker.exit_code().is_some()).await;
+            wait_promised(Duration::from_secs(20), "the exit", async || worker.exit_code().is_some()).await;
             assert_eq!(worker.exit_code(), Some(1));
             let log = worker.log();
             let last = log.lines().last().unwrap();

@@ -9,14 +9,13 @@ use order_timeout::effects::close::Closer;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout_testkit::away::{
-    COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_database_timeouts, worker_through,
+    held_by_the_worker, meanwhile, on_private_database, shorten_database_timeouts, worker_through,
 };
 use order_timeout_testkit::linux::{self, Signal};
-use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::proxy::{Direction, Proxy, Then};
 use order_timeout_testkit::skip::skipped;
-use order_timeout_testkit::{TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
 
@@ -61,9 +60,9 @@ async fn assert_each_closed_by_its_alarm(env: &TestEnv, orders: usize) {
 /// Asserts that each of this many orders was closed once, that its event was sent, and that no alarm was parked.
 async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
     let orders = i64::try_from(orders).unwrap();
-    wait_within(COMING_BACK, "every close", async || env.closed().await == orders).await;
+    wait_for("every close", async || env.closed().await == orders).await;
     let sent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL";
-    wait_within(COMING_BACK, "every event sent", async || env.count(sent).await == orders).await;
+    wait_for("every event sent", async || env.count(sent).await == orders).await;
     assert_eq!(env.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
     assert_eq!(env.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
     assert_eq!(env.parked().await, []);
@@ -85,7 +84,7 @@ async fn survive(env: &TestEnv, take_down: impl AsyncFnOnce(&Proxy), bring_back:
     // Scheduling needs no database.
     let alarms = by_lane.iter().chain(&by_wheel).map(|order| (order.order_id(), order.deadline));
     assert_eq!(publisher.schedule_all(alarms).await, Ok(()));
-    wait_within(COMING_BACK, "the alarms returned", async || waiting(env).await >= 30).await;
+    wait_for("the alarms returned", async || waiting(env).await >= 30).await;
     limit.assert_kept();
 
     bring_back(&network).await;
@@ -219,7 +218,7 @@ fn database_vanishing_during_close_loses_no_alarm() {
         // On a busy machine an earlier batch may have closed some of them.
         let closed = async || usize::try_from(env.closed().await).unwrap();
         let given_back = async || waiting(&env).await + closed().await == 20;
-        wait_within(COMING_BACK, "the alarms returned", given_back).await;
+        wait_for("the alarms returned", given_back).await;
         assert_eq!(env.status(&orders[7]).await, "unpaid");
         network.restore();
         assert_each_closed_by_its_alarm(&env, 20).await;
@@ -279,7 +278,7 @@ fn hanging_commits_do_not_exhaust_connections() {
             sqlx::query(sqlx::AssertSqlSafe(sql)).execute(&env.pool).await.unwrap();
         }
         let before = network.accepted();
-        wait_within(COMING_BACK, "commits given up", async || network.accepted() >= before + 15).await;
+        wait_for("commits given up", async || network.accepted() >= before + 15).await;
         let connections = env.count("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'order-timeout'");
         let (connections, closers) = (connections.await, env.settings.worker.closers);
         // The worker's connections, and those being replaced.
@@ -373,10 +372,10 @@ fn stopping_returns_unparkable_alarms() {
             let body = format!("no alarm {n}");
             env.publish_raw(&due, order_timeout_amqp::topology::DUE_KEY, body.as_bytes(), Default::default()).await;
         }
-        wait_within(COMING_BACK, "the three returned", async || waiting(&env).await == 3).await;
+        wait_for("the three returned", async || waiting(&env).await == 3).await;
         network.restore();
-        wait_within(COMING_BACK, "the three parked", async || env.parked().await.len() >= 3).await;
-        wait_within(COMING_BACK, "the three consumed again", async || waiting(&env).await == 0).await;
+        wait_for("the three parked", async || env.parked().await.len() >= 3).await;
+        wait_for("the three consumed again", async || waiting(&env).await == 0).await;
         worker.stop().await;
         assert_eq!(env.parked().await.len(), 3, "each of them once");
     });
@@ -414,7 +413,6 @@ fn locked_article_delays_no_other_order() {
 #[test]
 fn permanently_locked_article_delays_no_other() {
     TestEnv::builder().run(async |env| {
-        let stall_probe = MachineStallProbe::open(&env).await;
         env.stock("another", 1_000).await;
         let worker = env.worker().await;
         // Orders of both articles become due continuously, for long enough to see a backlog grow.
@@ -432,7 +430,7 @@ fn permanently_locked_article_delays_no_other() {
         env.deliver(&unaffected).await;
         wait_for("every unaffected order's close", async || env.closed().await == 150).await;
         // Orders that wait for the lock are not closed yet, so they do not count.
-        stall_probe.assert_on_time(&env).await;
+        env.assert_on_time().await;
         transaction.rollback().await.unwrap();
         assert_each_closed_by_its_alarm(&env, 450).await;
         worker.stop().await;
@@ -521,7 +519,7 @@ fn unresponsive_warm_connections_are_replaced_at_once() {
 
 #[test]
 fn closers_get_warm_connections() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
             let closer = closer_with(&env, 3).await;
             let ready = async || {
                 let ready = "SELECT count(*) FROM pg_stat_activity
@@ -545,7 +543,7 @@ fn closers_get_warm_connections() {
 
 #[test]
 fn clock_reading_survives_ended_connection() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let closer = closer_with(&env, 1).await;
         closer.connections().sample_clock().await.unwrap();
         let pids = backends_that_read_the_clock(&env).await;

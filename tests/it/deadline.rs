@@ -66,7 +66,7 @@ fn alarm_closes_shortened_order() {
 
 #[test]
 fn only_unpaid_order_gets_new_deadline() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::from_secs(60)).await;
         assert!(env.pay(&order).await);
         let sooner = order.deadline - Duration::from_secs(1);
@@ -80,7 +80,7 @@ fn only_unpaid_order_gets_new_deadline() {
 
 #[test]
 fn move_waits_for_concurrent_status_change() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         for wanted_in in [Duration::from_secs(7_200), Duration::from_secs(1_800)] {
             let order = env.order(Duration::from_secs(3_600)).await;
             let close_soon = "UPDATE orders SET status = 'closing' WHERE id = $1";
@@ -109,7 +109,7 @@ async fn deadline_of(env: &TestEnv, order: &Order) -> Timestamp {
 
 #[test]
 fn deadline_kept_by_trigger_is_reported() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::from_secs(60)).await;
         sqlx::raw_sql(
             "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
@@ -132,7 +132,7 @@ fn deadline_kept_by_trigger_is_reported() {
 
 #[test]
 fn command_counts_from_database_time() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::from_secs(7_200)).await;
         // A database with a clock that is an hour ahead of all others.
         let name = env.settings.database.url.expose_secret().rsplit('/').next().unwrap();
@@ -156,7 +156,7 @@ fn command_counts_from_database_time() {
 
 #[test]
 fn command_reports_deadline_outcome() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::from_secs(60)).await;
         let deadline =
             |env: &TestEnv, arguments: &[&str]| run(order_timeout(&env.settings).args(["deadline"]).args(arguments));

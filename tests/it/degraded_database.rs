@@ -14,7 +14,7 @@ use order_timeout_testkit::away::{meanwhile, on_private_broker_with, on_private_
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{order_timeout, run};
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_promised};
 use secrecy::ExposeSecret;
 use sqlx::{AssertSqlSafe, PgPool};
 
@@ -38,15 +38,16 @@ async fn execute(pool: &PgPool, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(pool).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
 }
 
-/// The sentence of this cause, if `/readyz` names it. Asserts that the worker is ready, even if degraded.
-async fn why(worker: &RunningWorker, cause: &str) -> Option<String> {
+/// Whether the worker is ready, and the sentence of this cause if `/readyz` names it. A worker may be not ready for a moment
+/// because the machine stalls.
+async fn why(worker: &RunningWorker, cause: &str) -> (bool, Option<String>) {
     let (status, text) = get(worker, READYZ).await;
-    assert_eq!(status, 200, "{text}");
-    text.lines().find_map(|line| line.strip_prefix(&format!("degraded: {cause}: ")).map(str::to_owned))
+    let beginning = format!("degraded: {cause}: ");
+    (status == 200, text.lines().find_map(|line| line.strip_prefix(&beginning)).map(str::to_owned))
 }
 
-async fn is_degraded(worker: &RunningWorker, cause: &str) -> bool {
-    Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}")) == 1.0
+async fn metric(worker: &RunningWorker, cause: &str) -> f64 {
+    Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}"))
 }
 
 async fn wait_until_ready(worker: &RunningWorker) {
@@ -54,14 +55,18 @@ async fn wait_until_ready(worker: &RunningWorker) {
 }
 
 async fn wait_until_named(worker: &RunningWorker, cause: &str, says: &str) {
-    let what = format!("{cause}, which says {says:?}");
-    wait_within(SOON, &what, async || why(worker, cause).await.is_some_and(|why| why.contains(says))).await;
-    assert!(is_degraded(worker, cause).await, "{cause}: the metric");
+    wait_promised(SOON, &format!("{cause}, which says {says:?}"), async || {
+        let is_named = matches!(why(worker, cause).await, (true, Some(why)) if why.contains(says));
+        is_named && metric(worker, cause).await == 1.0
+    })
+    .await;
 }
 
 async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
-    wait_within(SOON, &format!("no {cause}"), async || why(worker, cause).await.is_none()).await;
-    assert!(!is_degraded(worker, cause).await, "{cause}: the metric");
+    wait_promised(SOON, &format!("no {cause}"), async || {
+        why(worker, cause).await == (true, None) && metric(worker, cause).await == 0.0
+    })
+    .await;
 }
 
 /// Breaks, waits until the cause is named, cures, and waits until it is gone; one fault after the other.
@@ -223,7 +228,7 @@ fn read_only_database_is_named() {
         };
         execute(&env.pool, &read_only("on")).await;
         let page = async || get(&worker, READYZ).await.1;
-        wait_within(SOON, "read_only", async || {
+        wait_promised(SOON, "read_only", async || {
             page().await.contains("degraded: read_only: the database accepts no writes")
         })
         .await;
@@ -232,7 +237,7 @@ fn read_only_database_is_named() {
         // The pool may return a connection that was terminated.
         let cured = async || sqlx::raw_sql(AssertSqlSafe(read_only("off"))).execute(&env.pool).await.is_ok();
         wait_for("the cure", cured).await;
-        wait_within(SOON, "no read_only", async || !page().await.contains("read_only")).await;
+        wait_promised(SOON, "no read_only", async || !page().await.contains("read_only")).await;
         wait_until_ready(&worker).await;
         worker.stop().await;
     });
@@ -261,7 +266,7 @@ fn standby_is_named_and_never_relays() {
         }
         relay.stop().await;
         meanwhile(|| standby.promote());
-        wait_within(SOON, "no read_only", async || !get(&worker, READYZ).await.1.contains("read_only")).await;
+        wait_promised(SOON, "no read_only", async || !get(&worker, READYZ).await.1.contains("read_only")).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
         worker.stop().await;
     });
@@ -280,7 +285,7 @@ fn disagreeing_workers_are_named() {
             wait_until_named(one, "workers_disagree", "delay.lead").await;
         }
         let pid = format!("(pid {})", std::process::id());
-        assert!(why(&worker, "workers_disagree").await.unwrap().contains(&pid));
+        assert!(why(&worker, "workers_disagree").await.1.unwrap().contains(&pid));
         other.stop().await;
         wait_until_cured(&worker, "workers_disagree").await;
 
@@ -525,12 +530,12 @@ fn paid_orders_found_overdue_are_left_alone() {
                 .replace("AS $$", "AS $$ SELECT nextval('public.looks');");
         execute(&env.pool, &counting).await;
         // A pass through this many orders takes long.
-        wait_for("the contradiction", async || why(&worker, "orders_contract").await.is_some()).await;
+        wait_for("the contradiction", async || why(&worker, "orders_contract").await.1.is_some()).await;
         let closes = "SELECT last_value FROM public.closes";
         let looks = "SELECT last_value FROM public.looks";
         // They back off for longer each time.
         // Over a time that contains a whole round of them, until the rounds are far apart.
-        wait_within(240 * SECOND, "fewer closes", async || {
+        wait_promised(240 * SECOND, "fewer closes", async || {
             let before = env.count(closes).await;
             tokio::time::sleep(8 * SECOND).await;
             env.count(closes).await - before < 40
@@ -544,7 +549,7 @@ fn paid_orders_found_overdue_are_left_alone() {
             let due = format!("INSERT INTO public.purchases VALUES ({id}, 'open', clock_timestamp())");
             execute(&env.pool, &due).await;
             let due_at = Instant::now();
-            wait_within(10 * SECOND, "its close", async || {
+            wait_promised(10 * SECOND, "its close", async || {
                 env.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await == 0
             })
             .await;

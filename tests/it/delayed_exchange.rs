@@ -22,7 +22,6 @@ use order_timeout_core::delay::Strategy;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{Order, RunningWorker, TIMEOUT, TestEnv, process, wait_for, with_parts};
@@ -75,7 +74,7 @@ fn with_type<F: Future<Output = ()> + Send + 'static>(
         return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
     }
     TestEnv::builder().settings(delayed_exchange).run(|env| async move {
-        env.settings.topology().declare(&env.broker).await.unwrap();
+        env.settings.topology().declare(env.broker()).await.unwrap();
         test(env).await;
     });
 }
@@ -94,7 +93,6 @@ fn without_type<F: Future<Output = ()> + Send + 'static>(
 #[test]
 fn delayed_exchange_closes_order_on_time() {
     with_type("delayed_exchange_closes_order_on_time", async |env| {
-        let stall_probe = MachineStallProbe::open(&env).await;
         let publisher = env.publisher().await;
         // Longest first: in a plain queue with TTLs it would delay all the others.
         let delays = [6_000, 4_500, 700, 3_000, 1_500, 2_000].map(Duration::from_millis);
@@ -112,7 +110,7 @@ fn delayed_exchange_closes_order_on_time() {
         wait_for("all closes", async || env.closed().await == 6).await;
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 6);
         assert_eq!(env.status(&paid).await, "paid");
-        stall_probe.assert_on_time(&env).await;
+        env.assert_on_time().await;
         env.assert_ledger().await;
         worker.stop().await;
     });
@@ -126,7 +124,7 @@ fn plugin_alarm_closes_order_after_move() {
         env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
         let mut settings = env.settings.clone();
         settings.delay.strategy = Strategy::DeadLetter;
-        settings.topology().declare(&env.broker).await.unwrap();
+        settings.topology().declare(env.broker()).await.unwrap();
         let worker = RunningWorker::start(settings).await;
         wait_for("the close", async || env.closed().await == 1).await;
         env.assert_closed_by_alarms().await;
@@ -223,7 +221,7 @@ fn longest_delay_does_not_fire_immediately() {
         let timeout = env.names().timeout();
         wait_for("the near alarm", async || env.depth(&timeout).await > 0).await;
         assert_eq!(env.depth(&timeout).await, 1, "only the near one");
-        let got = env.channel.basic_get(timeout.as_str().into(), Default::default()).await.unwrap().unwrap();
+        let got = env.channel().basic_get(timeout.as_str().into(), Default::default()).await.unwrap().unwrap();
         assert!(String::from_utf8_lossy(&got.delivery.data).contains("\"soon\""), "{:?}", got.delivery.data);
     });
 }
@@ -272,7 +270,7 @@ fn assert_names_the_plugin(sentence: &str) {
 #[test]
 fn publisher_refuses_strategy_without_plugin() {
     without_type("publisher_refuses_strategy_without_plugin", async |env| {
-        let declared = env.settings.topology().declare(&env.broker).await;
+        let declared = env.settings.topology().declare(env.broker()).await;
         assert!(matches!(declared, Err(TopologyError::NoDelayedExchange { .. })), "{declared:?}");
         assert_names_the_plugin(&declared.unwrap_err().to_string());
 

@@ -115,7 +115,7 @@ fn refused_backlog_is_not_listed() {
 
 #[test]
 fn order_that_cannot_be_closed_is_named() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         env.stock("kept", 10).await;
         let (kept, other) = (env.orders_of("kept", 1, Duration::ZERO).await, env.order(Duration::ZERO).await);
         env.refuse_to_close("kept").await;

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout::Settings;
-use order_timeout_testkit::away::{COMING_BACK, meanwhile, on_private_broker_with};
+use order_timeout_testkit::away::{meanwhile, on_private_broker_with};
 use order_timeout_testkit::figures::{serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, PaymentService, wide_limits};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, TestEnv, wait_for};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Executor};
 use uuid::Uuid;
@@ -180,7 +180,7 @@ fn explain_tells_story_across_outages() {
         meanwhile(|| broker.restart());
         service.fail(&id, None);
         let announced = "SELECT count(*) FROM event_outbox WHERE type = 'order.closed.v1' AND sent_at IS NOT NULL";
-        wait_within(COMING_BACK, "the announcement", async || env.count(announced).await == 1).await;
+        wait_for("the announcement", async || env.count(announced).await == 1).await;
         worker.stop().await;
         let told = explained(&env.settings, &order).await;
         assert!(told.get("open").is_none(), "{told:#}");
@@ -242,7 +242,7 @@ fn explain_names_pause_that_holds_order() {
 
 #[test]
 fn explain_says_what_to_do() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::ZERO).await;
         execute(&env, "UPDATE orders SET expires_at = now() - interval '1 minute'").await;
         let told = explained(&env.settings, &order).await;
@@ -295,7 +295,7 @@ fn explain_tells_what_operators_did() {
 
 #[test]
 fn explain_invents_nothing_about_own_tables() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::ZERO).await;
         let path = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(file).to_str().unwrap().to_owned();
         let mut own = env.settings.clone();

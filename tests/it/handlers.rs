@@ -169,7 +169,7 @@ fn handler_closes_without_broker() {
 #[test]
 fn misplaced_handlers_are_refused() {
     let adjust = |settings: &mut Settings| crate::kinds::mapped(settings, "acceptance");
-    TestEnv::builder().settings(adjust).run(async |env| {
+    TestEnv::builder().without_broker().settings(adjust).run(async |env| {
         for (name, why) in [("acceptance", "a table or statements"), ("trial", "is not in the settings")] {
             let handlers = Handlers::none().with(kind(name), Memory::default());
             let fault = Worker::start_with(env.settings.clone(), handlers).await.unwrap_err().to_string();

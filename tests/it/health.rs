@@ -16,13 +16,13 @@ use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
-use order_timeout_testkit::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
+use order_timeout_testkit::away::{shorten_timeouts, with_broker_behind};
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
 use order_timeout_testkit::{
-    RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_long_for_locks, wait_within,
+    RunningWorker, TIMEOUT, TestEnv, host_and_port, promised, small_settings, wait_for, wait_long_for_locks,
 };
 use regex::Regex;
 use tokio::net::TcpStream;
@@ -152,7 +152,7 @@ fn readyz_names_lost_server() {
         wait_for_figure(&worker, "alarms_refused_total", |refused| refused > 0.0).await;
         wait_for_figure(&worker, "outbox_age_seconds{outbox=\"alarm\"}", |age_s| age_s > 0.0).await;
         to_broker.restore();
-        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        wait_for("ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "alarms_scheduled_total", |scheduled| scheduled == 1.0).await;
         wait_for_figure(&worker, "outbox_age_seconds{outbox=\"alarm\"}", |age_s| age_s == 0.0).await;
         wait_for_figure(&worker, "sessions_opened_total", |opened| opened == 2.0).await;
@@ -168,7 +168,7 @@ fn readyz_names_lost_server() {
         wait_for_figure(&worker, "sweep_failures_total", |failures| failures > 0.0).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()), "the worker itself is healthy");
         to_database.restore();
-        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        wait_for("ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "database_unavailable", |away| away == 0.0).await;
 
         // The database's host vanishes: no connection is closed, and no call is answered.
@@ -176,7 +176,7 @@ fn readyz_names_lost_server() {
         wait_for("the report of the lost database", async || get(&worker, READYZ).await.1.starts_with("database: "))
             .await;
         to_database.restore();
-        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        wait_for("ready again", async || is_ready(&worker).await).await;
         worker.stop().await;
     });
 }
@@ -223,7 +223,7 @@ fn readonly_database_requeues_alarms_and_ends_readiness() {
             sqlx::raw_sql(sqlx::AssertSqlSafe(reset.clone())).execute(&env.pool).await.is_ok()
         })
         .await;
-        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        wait_for("ready again", async || is_ready(&worker).await).await;
         // Either by its redelivered alarm or by the sweep, which does not wait for alarms while none can arrive.
         wait_for("the close", async || env.closed().await == 1).await;
         worker.stop().await;
@@ -288,7 +288,7 @@ fn stopping_worker_is_alive_but_not_ready() {
 
 #[test]
 fn stalled_event_loop_is_reported() {
-    TestEnv::builder().run(async |_| {
+    TestEnv::builder().without_broker().run(async |_| {
         let health = Arc::new(Health::new(Duration::ZERO));
         health.of_kind(&Kind::ORDER).note_started();
         let pages = Pages { health: health.clone(), metrics: Arc::default() };
@@ -480,8 +480,8 @@ fn idle_connections_do_not_starve_probes() {
             let connected = || idle.iter().filter(|one| one.is_finished()).count();
             wait_for("idle connections", async || connected() >= 300).await;
             for _ in 0..3 {
-                let probe = http::get(address, LIVEZ, SECOND).await;
-                assert_eq!(probe.expect("an answer within a second"), (200, "alive\n".into()));
+                let probe = http::get(address, LIVEZ, promised(SECOND)).await;
+                assert_eq!(probe.expect("an answer"), (200, "alive\n".into()));
             }
         }
         worker.stop().await;

@@ -310,7 +310,7 @@ fn shared_broker_is_quiet() {
     deployed(
         |_| {},
         async |env| {
-            let (settings, channel) = (env.settings.clone(), env.channel.clone());
+            let (settings, channel) = (env.settings.clone(), env.channel().clone());
             let deployment = Deployment::start("shared broker", env.clone(), settings.clone()).await;
             let (foreign, listener) =
                 (format!("foreign.{}", settings.namespace), format!("shop.{}", settings.namespace));

@@ -92,11 +92,11 @@ fn differing_queue_stops_own_kind() {
         let named = |part: &str| queues.iter().find(|queue| queue.name.contains(part)).unwrap().name.clone();
         let (differing, deleted) = (named("timeout.acceptance"), named(".delay.2s."));
         let delete = async |queue: &str| {
-            env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+            env.channel().queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
         };
         delete(&differing).await;
         let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-        env.channel.queue_declare(differing.as_str().into(), durable, FieldTable::default()).await.unwrap();
+        env.channel().queue_declare(differing.as_str().into(), durable, FieldTable::default()).await.unwrap();
 
         let worker = env.worker().await;
         wait_for("the cause", async || says(&worker, "degraded: topology: kind acceptance: queue").await).await;

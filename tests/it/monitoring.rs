@@ -16,7 +16,7 @@ use order_timeout::observe::metrics::{Metrics, PROCESS_METRICS, listed};
 use order_timeout_testkit::figures::serve_http;
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::skip::skipped;
-use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for};
 use regex::Regex;
 use serde_json::{Value, json};
 
@@ -325,9 +325,6 @@ impl Drop for Prometheus {
     }
 }
 
-/// Longer than [`TIMEOUT`]: rates need several scrapes, and rules that use rules several evaluations.
-const SCRAPED_TIMEOUT: Duration = Duration::from_secs(90);
-
 #[test]
 fn expressions_find_data_of_worker() {
     let service = PaymentService::start();
@@ -349,8 +346,8 @@ fn expressions_find_data_of_worker() {
         }
         wait_for("the orders are closed", async || env.closed().await == 5).await;
         let began = std::time::Instant::now();
-        wait_within(SCRAPED_TIMEOUT, "prometheus answers", async || {
-            assert!(began.elapsed() < SCRAPED_TIMEOUT - Duration::from_secs(2), "{}", prometheus.log());
+        wait_for("prometheus answers", async || {
+            assert!(began.elapsed() < TIMEOUT - Duration::from_secs(2), "{}", prometheus.log());
             prometheus.series("vector(1)").await.is_ok()
         })
         .await;
@@ -360,7 +357,7 @@ fn expressions_find_data_of_worker() {
             let now = prometheus.series(&query).await.unwrap_or_else(|error| panic!("{panel}: {query}: {error}"));
             if now == 0 && !expression.ends_with("> 0") {
                 let found = async || prometheus.series(&query).await.unwrap() > 0;
-                wait_within(SCRAPED_TIMEOUT, &format!("{panel}: no data for {query}"), found).await;
+                wait_for(&format!("{panel}: no data for {query}"), found).await;
             }
         }
         let rules = prometheus.ask("rules").await.unwrap();

@@ -119,7 +119,7 @@ fn unroutable_alarms_do_not_block_outbox() {
             let topology = env.settings.topology();
             let lost =
                 topology.queues.iter().find(|queue| queue.name.ends_with("delay.30s.0")).expect("a lane's queue");
-            env.channel.queue_delete(lost.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            env.channel().queue_delete(lost.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             for order in env.orders(40, LANE).await {
                 env.write_alarm(&order).await;
             }
@@ -176,7 +176,7 @@ fn inbox_deleted_in_use_is_consumed_again() {
                               SELECT gen_random_uuid()::text, now() + interval '30 minutes' FROM generate_series(1, 50)";
                 sqlx::query(alarms).execute(&env.pool).await.unwrap();
                 wait_for("some of them in flight", async || env.count(UNSENT).await < 49).await;
-                env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+                env.channel().queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
                 // Otherwise none was in flight any more.
                 times += i32::from(env.count(UNSENT).await > 0);
                 wait_for("the inbox", async || is_consumed(&env, &inbox).await).await;
@@ -196,7 +196,7 @@ fn in_schema(settings: &DatabaseSettings, schema: &str) -> DatabaseSettings {
 
 #[test]
 fn each_schema_has_its_own_relay() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let mut locks = Vec::new();
         for schema in ["one", "two"] {
             let create = format!("CREATE SCHEMA {schema} CREATE TABLE event_outbox ()");
@@ -221,7 +221,7 @@ const TRACE_CONTEXT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b
 
 /// The header `traceparent` of the next message in this queue.
 async fn next_trace_context(env: &TestEnv, queue: &str) -> Option<String> {
-    let get = env.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true });
+    let get = env.channel().basic_get(queue.into(), BasicGetOptions { no_ack: true });
     let message = get.await.unwrap().unwrap_or_else(|| panic!("{queue} is empty")).delivery;
     let headers = message.properties.headers().clone().unwrap_or_default();
     match headers.inner().get("traceparent") {

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use order_timeout_amqp::topology::Names;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
-use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_promised};
 use sqlx::{AssertSqlSafe, PgPool, Postgres, Transaction};
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -118,7 +117,7 @@ fn order_in_closing_stays_untouched() {
 /// The constraints are the last protection if a close statement is wrong, ours or the shop's.
 #[test]
 fn constraints_reject_early_and_second_close() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(60 * SECOND).await;
         let refused_by = async |sql: &'static str| {
             let refused = sqlx::query(sql).bind(order.id).execute(&env.pool).await.expect_err(sql);
@@ -454,7 +453,6 @@ async fn wheel_depth(env: &TestEnv, ring: &str) -> u32 {
 #[test]
 fn near_alarm_waits_in_fine_ring() {
     TestEnv::builder().run(async |env| {
-        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         let order = env.order(8 * SECOND).await;
@@ -465,7 +463,8 @@ fn near_alarm_waits_in_fine_ring() {
         wait_for("the alarm in its slot", async || env.depth_if_any(&queue).await == Some(1)).await;
         assert_eq!((wheel_depth(&env, "1s").await, wheel_depth(&env, "5s").await), (1, 0));
         wait_until_closed(&env, &order).await;
-        witness.assert_on_time(&env).await;
+        env.assert_closed_by_alarms().await;
+        env.assert_on_time().await;
         assert_eq!(wheel_depth(&env, "1s").await, 0);
         worker.stop().await;
         env.assert_drained().await;
@@ -476,7 +475,6 @@ fn near_alarm_waits_in_fine_ring() {
 #[test]
 fn far_alarm_passes_coarse_ring_first() {
     TestEnv::builder().run(async |env| {
-        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         // Late in its coarse unit of five seconds, so that the alarm stays in the fine ring long enough to be seen.
@@ -488,8 +486,9 @@ fn far_alarm_passes_coarse_ring_first() {
         assert_eq!(wheel_depth(&env, "1s").await, 0);
         wait_for("the fine ring", async || wheel_depth(&env, "1s").await == 1).await;
         assert_eq!(wheel_depth(&env, "5s").await, 0);
-        wait_within(20 * SECOND, "the close", async || env.status(&order).await == "closed").await;
-        witness.assert_on_time(&env).await;
+        wait_promised(20 * SECOND, "the close", async || env.status(&order).await == "closed").await;
+        env.assert_closed_by_alarms().await;
+        env.assert_on_time().await;
         worker.stop().await;
         env.assert_drained().await;
         env.assert_ledger().await;

@@ -442,6 +442,7 @@ const TWO_TABLES: &str = "
 #[test]
 fn two_tables_are_closed_with_history() {
     TestEnv::builder()
+        .without_broker()
         .settings(|settings| {
             let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/two_tables");
             let file = |name: &str| root.join(name).to_str().unwrap().to_owned();

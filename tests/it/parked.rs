@@ -15,7 +15,6 @@ use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::alarm::{DeadLetter, ParkReason};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
-use order_timeout_testkit::machine_stall_probe::MachineStallProbe;
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
 use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
 use serde_json::Value;
@@ -227,14 +226,14 @@ fn foreign_body(order: &Order) -> Vec<u8> {
 #[test]
 fn foreign_publisher_uses_plain_lane_key() {
     TestEnv::builder().run(async |env| {
-        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         let order = env.order(2 * SECOND).await;
         let properties =
             BasicProperties::default().with_content_type("application/json".into()).with_expiration("1500".into());
         env.publish_raw(&env.names().delay(), "2s", &foreign_body(&order), properties).await;
         wait_for("the close", async || env.status(&order).await == "closed").await;
-        witness.assert_on_time(&env).await;
+        env.assert_closed_by_alarms().await;
+        env.assert_on_time().await;
         worker.stop().await;
         env.assert_drained().await;
         env.assert_ledger().await;
@@ -244,7 +243,6 @@ fn foreign_publisher_uses_plain_lane_key() {
 #[test]
 fn foreign_publisher_uses_inbox_without_ttl() {
     TestEnv::builder().run(async |env| {
-        let witness = MachineStallProbe::open(&env).await;
         let worker = env.worker().await;
         // One for the next slots, one for later ones.
         let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];
@@ -253,7 +251,8 @@ fn foreign_publisher_uses_inbox_without_ttl() {
             env.publish_raw(&env.names().schedule(), key, &foreign_body(order), properties).await;
         }
         wait_for("the close", async || env.closed().await == 2).await;
-        witness.assert_on_time(&env).await;
+        env.assert_closed_by_alarms().await;
+        env.assert_on_time().await;
         worker.stop().await;
         env.assert_drained().await;
         env.assert_ledger().await;
@@ -269,7 +268,7 @@ fn dead_lettered_messages_move_into_table() {
         env.publish_raw(&env.names().due(), "due", fault, BasicProperties::default()).await;
         // Dead-lettered by the broker itself, with the headers that it adds.
         for _ in 0..2 {
-            let got = env.channel.basic_get(env.names().timeout().as_str().into(), BasicGetOptions::default()).await;
+            let got = env.channel().basic_get(env.names().timeout().as_str().into(), BasicGetOptions::default()).await;
             let message = got.unwrap().expect("an alarm in the processing queue");
             message.reject(BasicRejectOptions { requeue: false }).await.unwrap();
         }
@@ -420,6 +419,7 @@ fn parked_retry_keeps_alarm_parked_again() {
 #[test]
 fn retry_and_drop_delete_while_worker_parks() {
     TestEnv::builder()
+        .without_broker()
         .settings(
             // Only a deadlock may end a statement here, not a stalled disk.
             |settings| {
@@ -538,7 +538,7 @@ fn parked_flood_is_counted_not_listed() {
         for _ in 0..ALARMS {
             let (body, properties) = unknown_alarm();
             let options = BasicPublishOptions::default();
-            let sent = env.channel.basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
+            let sent = env.channel().basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
             confirms.push(sent.await.unwrap());
         }
         for confirm in confirms {
@@ -565,7 +565,7 @@ fn parked_flood_is_counted_not_listed() {
 
 #[test]
 fn old_parked_alarms_are_deleted() {
-    TestEnv::builder().settings(|settings| settings.parked.keep = 3_600 * SECOND).run(async |env| {
+    TestEnv::builder().without_broker().settings(|settings| settings.parked.keep = 3_600 * SECOND).run(async |env| {
         let park = "INSERT INTO parked_alarms (reason, detail, body, parked_at)
                         SELECT 'unreadable', 'for the test', '{', now() - make_interval(mins => age)
                         FROM generate_series(1, 120) AS age, generate_series(1, 40)";
@@ -587,7 +587,7 @@ fn old_parked_alarms_are_deleted() {
 
 #[test]
 fn parked_list_is_paged_and_shows_bodies() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let mut ids = Vec::new();
         for body in [&b"{\"order_id\": \"1\"}"[..], b"\xff\x1b[2J", "a\u{202e}b".as_bytes(), b"4", b"5"] {
             ids.push(insert_parked(&env.pool, "unreadable", body).await.to_string());

@@ -127,7 +127,7 @@ fn pause_of_another_kind_changes_nothing() {
 
 #[test]
 fn manual_close_is_refused_while_paused() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let (order, other) = (env.order(Duration::ZERO).await, env.order(Duration::ZERO).await);
         succeed(&env, &["pause", "--why", WHY, "--kind", "order"]).await;
         let again = succeed(&env, &["pause", "--why", "another", "--kind", "order"]).await;
@@ -149,7 +149,7 @@ fn manual_close_is_refused_while_paused() {
 #[test]
 fn manual_close_stops_when_paused_meanwhile() {
     let settings = |settings: &mut Settings| settings.database.lock_timeout = Duration::from_secs(4);
-    TestEnv::builder().settings(settings).run(async |env| {
+    TestEnv::builder().without_broker().settings(settings).run(async |env| {
         let orders = env.orders(3, Duration::ZERO).await;
         let ids: Vec<String> = orders.iter().map(|order| order.id.to_string()).collect();
         let mut stock = env.pool.begin().await.unwrap();

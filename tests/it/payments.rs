@@ -112,7 +112,7 @@ async fn database(env: &TestEnv) -> Database {
 
 #[test]
 fn payment_consumes_all_that_is_reserved() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let orders = env.orders(2, MINUTE).await;
         price(&env, 1_999).await;
         reserve_resources(&env, &orders).await;
@@ -135,7 +135,7 @@ fn payment_consumes_all_that_is_reserved() {
 
 #[test]
 fn concurrent_reports_of_payment_count_once() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 500).await;
         for (id, verdict) in [
@@ -161,7 +161,7 @@ fn concurrent_reports_of_payment_count_once() {
 
 #[test]
 fn concurrent_payments_pay_order_once() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 1_000).await;
         let outcomes = join_all((0..16).map(|n| {
@@ -182,7 +182,7 @@ fn concurrent_payments_pay_order_once() {
 
 #[test]
 fn changed_report_of_reference_is_refused() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let orders = env.orders(2, MINUTE).await;
         let refuse = async |order: &Order, payment: Attempt, hint: &str| {
             let refused: PaymentError = payment_received(&env.pool, order.id.to_string(), &payment).await.unwrap_err();
@@ -206,7 +206,7 @@ fn changed_report_of_reference_is_refused() {
 
 #[test]
 fn unpayable_money_is_late_with_reason() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let closed = closed_orders(&env, 1).await.remove(0);
         let [cancelled, paid, dollars, attempted, euros] = &env.orders(5, MINUTE).await[..] else { unreachable!() };
         assert!(env.pay(paid).await);
@@ -242,7 +242,7 @@ fn unpayable_money_is_late_with_reason() {
 
 #[test]
 fn lowered_price_leaves_surplus_of_parts() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 1_000).await;
         let _ = report(&env.pool, order.id, "pi_1", 600).await;
@@ -258,7 +258,7 @@ fn lowered_price_leaves_surplus_of_parts() {
 
 #[test]
 fn parts_are_released_each_time() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 1_000).await;
         let _ = report(&env.pool, order.id, "pi_1", 400).await;
@@ -281,7 +281,7 @@ fn parts_are_released_each_time() {
 
 #[test]
 fn money_of_another_order_reopens_nothing() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let orders = closed_orders(&env, 2).await;
         price(&env, 1_000).await;
         let insert = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
@@ -327,7 +327,7 @@ fn close_gives_everything_back_once() {
 
 #[test]
 fn cancelled_order_releases_part_payments() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 1_000).await;
         let _partial = report(&env.pool, order.id, "pi_1", 400).await;
@@ -400,7 +400,7 @@ fn guard_refuses_payments_after_deadline() {
 
 #[test]
 fn unpaid_order_reads_expired_after_deadline() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let due = env.order(Duration::ZERO).await;
         let [open, paid, never] = &env.orders(3, MINUTE).await[..] else { unreachable!() };
         assert!(env.pay(paid).await);
@@ -431,7 +431,7 @@ fn unpaid_order_reads_expired_after_deadline() {
 
 #[test]
 fn callback_needs_only_execute() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         let grant = GUIDE.split("```sql\n").find(|block| block.starts_with("GRANT ")).unwrap();
         let role = format!("callback_{}", env.settings.namespace);
@@ -474,7 +474,7 @@ fn callback_needs_only_execute() {
 fn thousand_late_payments_settle_once_each() {
     const ORDERS: usize = 1_000;
     // All reopened orders take the same article, and three operators wait for its row.
-    TestEnv::builder().settings(wait_long_for_locks).run(async |env| {
+    TestEnv::builder().without_broker().settings(wait_long_for_locks).run(async |env| {
         let orders = Arc::new(closed_orders(&env, ORDERS).await);
         let available = env.count("SELECT available FROM stock").await;
         let reports = join_all((0..3).map(|_| {
@@ -530,7 +530,7 @@ fn thousand_late_payments_settle_once_each() {
 
 #[test]
 fn reopening_uses_all_money_of_order() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::ZERO).await;
         price(&env, 1_000).await;
         let _part = report(&env.pool, order.id, "pi_1", 400).await;
@@ -554,7 +554,7 @@ fn reopening_uses_all_money_of_order() {
 
 #[test]
 fn reopening_names_what_lacks() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let orders = env.orders(1, Duration::ZERO).await;
         reserve_resources(&env, &orders).await;
         close(&env.pool, &orders, true).await;
@@ -597,7 +597,7 @@ fn reopening_names_what_lacks() {
 
 #[test]
 fn late_command_lists_and_settles() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let orders = closed_orders(&env, 5).await;
         for (n, order) in orders.iter().enumerate() {
             let _late = report(&env.pool, order.id, &format!("pi_{n}"), 1_000).await;
@@ -630,7 +630,7 @@ fn late_command_lists_and_settles() {
 
 #[test]
 fn own_table_gets_late_money_listed() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         for expected in [true, false] {
             let (outcome, reason, is_new): (String, String, bool) = sqlx::query_as(
                 "SELECT outcome, reason, is_new FROM late_payment_received('17', 'stripe', 'pi_1', 10, 'EUR')",
@@ -659,7 +659,7 @@ fn guide_statements_run_as_printed() {
         panic!("the guide has {} SQL blocks", blocks.len())
     };
     assert!(grant.starts_with("GRANT "), "run by callback_needs_only_execute");
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let create_order = "INSERT INTO orders (id, expires_at)
                             VALUES ('01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c', now() + interval '1 min')";
         for sql in [create_order, attempt, create, reserve, release, read, pay, read] {
@@ -708,7 +708,7 @@ async fn outcome_of(env: &TestEnv, order_id: &str, provider: &str, reference: &s
 
 #[test]
 fn every_spelling_pays_the_same_order() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let orders = env.orders(4, MINUTE).await;
         price(&env, 1_000).await;
         execute(&env, "INSERT INTO payment_attempts SELECT 'Stripe', 'pi_' || id, replace(id::text, '-', ''), 1000, 'eur' FROM orders")
@@ -732,7 +732,7 @@ fn every_spelling_pays_the_same_order() {
 
 #[test]
 fn money_reported_for_wrong_order_moves() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 1_000).await;
         let (right, wrong) = (order.id.to_string(), Uuid::now_v7().to_string());
@@ -746,7 +746,7 @@ fn money_reported_for_wrong_order_moves() {
 
 #[test]
 fn money_before_its_order_pays_at_commit() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         execute(&env, "INSERT INTO stock VALUES ('early', 0, 2)").await;
         let id = "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c";
         assert_eq!(outcome_of(&env, id, "stripe", "pi_1", "EUR").await, ("unknown_order".to_owned(), true));
@@ -768,7 +768,7 @@ fn money_before_its_order_pays_at_commit() {
 
 #[test]
 fn price_lowered_to_what_was_received_pays() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(MINUTE).await;
         price(&env, 1_999).await;
         assert_eq!(outcome_of(&env, &order.id.to_string(), "stripe", "pi_1", "EUR").await.0, "partial");
@@ -783,7 +783,7 @@ fn price_lowered_to_what_was_received_pays() {
 
 #[test]
 fn order_refuses_what_no_payment_can_match() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let _order = env.order(MINUTE).await;
         for (change, constraint) in [
             ("UPDATE orders SET currency = 'eur'", "the_currency_is_three_letters"),

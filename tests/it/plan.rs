@@ -127,7 +127,7 @@ async fn batch_of_unpaid(env: &TestEnv) -> String {
 
 #[test]
 fn batch_uses_primary_keys_analysed_or_not() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         stop_autovacuum(&env).await;
         fill(&env).await;
         let mut connection = env.pool.acquire().await.unwrap();
@@ -152,7 +152,7 @@ fn batch_uses_primary_keys_analysed_or_not() {
 /// The tables were empty when they were last analysed, and a flash sale has filled them since.
 #[test]
 fn statistics_of_empty_tables_leave_primary_keys() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         stop_autovacuum(&env).await;
         sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
@@ -167,7 +167,7 @@ fn statistics_of_empty_tables_leave_primary_keys() {
 
 #[test]
 fn sweep_reads_one_page_of_deadline_index() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         stop_autovacuum(&env).await;
         fill(&env).await;
         let mut connection = env.pool.acquire().await.unwrap();
@@ -190,7 +190,7 @@ fn sweep_reads_one_page_of_deadline_index() {
 
 #[test]
 fn trace_contexts_are_found_by_index() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
             stop_autovacuum(&env).await;
             let fill = "INSERT INTO alarm_outbox (order_id, deadline, traceparent)
                         SELECT n::text, now(), CASE WHEN n % 10 = 0 THEN 'context' END FROM generate_series(1, 20000) n";
@@ -301,7 +301,7 @@ fn assert_by_index(plan: &[Node], what: &str) {
 
 #[test]
 fn claim_uses_primary_keys() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         stop_autovacuum(&env).await;
         fill(&env).await;
         begin_attempts(&env).await;
@@ -323,7 +323,7 @@ fn claim_uses_primary_keys() {
 
 #[test]
 fn closing_protocol_uses_indexes() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         stop_autovacuum(&env).await;
         fill(&env).await;
         claim_all(&env).await;
@@ -351,7 +351,7 @@ fn closing_protocol_uses_indexes() {
 
 #[test]
 fn statistics_of_empty_tables_leave_closing_indexes() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         stop_autovacuum(&env).await;
         sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
         fill(&env).await;

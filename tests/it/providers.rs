@@ -16,7 +16,7 @@ use order_timeout_providers::settings::LimitsSettings;
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::payment_service::{Fault, Outage, PaymentService, Truth, wide_limits};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, promised, wait_for, wait_promised};
 use uuid::Uuid;
 
 /// Short pauses, and orders that the sweep finds at once.
@@ -174,7 +174,7 @@ fn stopped_worker_waits_for_no_provider() {
             wait_for("the call", async || service.calls().0 == 1).await;
             let began = Instant::now();
             worker.stop().await;
-            assert!(began.elapsed() < env.settings.worker.shutdown_grace, "{:?}", began.elapsed());
+            assert!(began.elapsed() < promised(env.settings.worker.shutdown_grace), "{:?}", began.elapsed());
             assert_eq!(env.count("SELECT count(*) FROM close_attempts WHERE lease IS NOT NULL").await, 0);
             service.fail(&order.id.to_string(), None);
             let worker = env.worker().await;
@@ -261,7 +261,7 @@ async fn why_degraded(worker: &RunningWorker, cause: &str) -> String {
 }
 
 async fn wait_until_named(worker: &RunningWorker, cause: &str, part: &str) {
-    wait_within(Duration::from_secs(15), part, async || why_degraded(worker, cause).await.contains(part)).await;
+    wait_promised(Duration::from_secs(15), part, async || why_degraded(worker, cause).await.contains(part)).await;
 }
 
 #[test]

@@ -15,7 +15,7 @@ use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_core::with_causes;
 use order_timeout_testkit::frames::FrameProxy;
 use order_timeout_testkit::private::Private;
-use order_timeout_testkit::{TestEnv, wait_for};
+use order_timeout_testkit::{TIMEOUT, TestEnv, promised, wait_for};
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
@@ -49,7 +49,7 @@ async fn lane_depth(env: &TestEnv, lane: &str) -> usize {
 
 async fn unbind(env: &TestEnv, binding: &Binding) {
     let (queue, exchange, key) = (binding.destination.name(), binding.exchange.as_str(), binding.routing_key.as_str());
-    env.channel.queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default()).await.unwrap();
+    env.channel().queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default()).await.unwrap();
 }
 
 fn lane(name: &str) -> Lane {
@@ -77,7 +77,7 @@ fn unroutable_alarm_is_not_scheduled() {
     TestEnv::builder().run(async |env| {
         let publisher = env.publisher().await;
         let inbox = env.names().schedule();
-        env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        env.channel().queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
         assert_says(&error, "no queue is bound");
         assert_says(&error, "run `order-timeout setup`");
@@ -93,7 +93,7 @@ fn publisher_survives_missing_exchange() {
     TestEnv::builder().run(async |env| {
         let publisher = env.publisher().await;
         let delay = env.names().delay();
-        env.channel.exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
+        env.channel().exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
         let error = publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap_err();
         assert_says(&error, "NOT_FOUND");
         publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap();
@@ -244,7 +244,7 @@ fn lane_never_duplicates_messages() {
 
 /// The longest time a publisher may take to say that an alarm was not scheduled.
 fn bound(env: &TestEnv) -> Duration {
-    env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND
+    promised(env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND)
 }
 
 #[test]
@@ -280,7 +280,7 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
     let mut refused = 0;
     let began = Instant::now();
     while refused < 20 {
-        assert!(began.elapsed() < 30 * SECOND, "{scheduled} scheduled in a lane of 20, {refused} refused");
+        assert!(began.elapsed() < TIMEOUT, "{scheduled} scheduled in a lane of 20, {refused} refused");
         match publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await {
             Ok(()) => scheduled += 1,
             Err(error) => {
@@ -299,7 +299,7 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
     wait_for("what was confirmed, and nothing else", async || lane_depth(env, "40s").await == safe).await;
     // As soon as the lane is empty it accepts alarms again, on the same connection.
     for binding in bindings_of(env, "40s") {
-        env.channel.queue_purge(binding.destination.name().into(), Default::default()).await.unwrap();
+        env.channel().queue_purge(binding.destination.name().into(), Default::default()).await.unwrap();
     }
     let works_again = async || publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await.is_ok();
     wait_for("the lane taking alarms again", works_again).await;
@@ -410,18 +410,18 @@ fn oversized_amqp_messages_are_refused_alone() {
 fn connecting_checks_every_entry_exchange() {
     TestEnv::builder().run(async |env| {
         for exchange in [env.names().delay(), env.names().schedule()] {
-            env.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
+            env.channel().exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
             let fault = env.settings.publisher().connect().await.unwrap_err();
             assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
             let text = fault.to_string();
             assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
-            env.settings.topology().declare(&env.broker).await.unwrap();
+            env.settings.topology().declare(env.broker()).await.unwrap();
         }
         // A wrong type is the topology check's concern; here it is enough that an alarm can enter.
         let inbox = env.names().schedule();
-        env.channel.exchange_delete(inbox.as_str().into(), Default::default()).await.unwrap();
+        env.channel().exchange_delete(inbox.as_str().into(), Default::default()).await.unwrap();
         let kind = lapin::ExchangeKind::Topic;
-        env.channel
+        env.channel()
             .exchange_declare(inbox.as_str().into(), kind, Default::default(), Default::default())
             .await
             .unwrap();
@@ -438,7 +438,7 @@ fn silent_broker_while_connecting_is_unavailable() {
             let began = Instant::now();
             let connected = tokio::time::timeout(30 * SECOND, proxy.settings.publisher().connect()).await;
             let took = began.elapsed();
-            assert!(took < SECOND + SLACK, "{took:?} with a broker that is silent after {frames} frames");
+            assert!(took < promised(SECOND + SLACK), "{took:?} with a broker that is silent after {frames} frames");
             match connected.expect("an answer at all") {
                 Ok(_) => break,
                 Err(fault) => {
@@ -481,13 +481,14 @@ fn silent_broker_fails_within_confirm_timeout() {
             for task in tasks {
                 let (answer, took) = task.await.unwrap();
                 assert_says(&answer.unwrap_err(), "");
-                assert!(took <= bound + SLACK, "a caller waited {took:?}");
+                // Before the end of a connection without heartbeats, which would say so too.
+                assert!(took <= promised(bound + SLACK).min(env.settings.amqp.heartbeat), "a caller waited {took:?}");
             }
             // The same holds for one call.
             let publisher = publisher.clone();
             let (deadline, began) = (ahead(600 * SECOND), Instant::now());
             let fault = publisher.schedule_all((0..20_000).map(|_| (fresh_id(), deadline))).await.unwrap_err();
             assert_eq!((fault.scheduled, fault.failed.len()), (0, 20_000));
-            assert!(began.elapsed() <= bound + SLACK, "schedule_all took {:?}", began.elapsed());
+            assert!(began.elapsed() <= promised(bound + SLACK), "schedule_all took {:?}", began.elapsed());
         });
 }

@@ -53,7 +53,7 @@ async fn mugs(env: &TestEnv) -> (i64, i64) {
 
 #[test]
 fn readme_creates_and_pays_order() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
             let Statements { stock, create, pay, .. } = statements();
             run(&env, stock).await;
             run(&env, create).await;
@@ -76,7 +76,7 @@ fn readme_creates_and_pays_order() {
 
 #[test]
 fn readme_cancels_order() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let Statements { stock, create, pay, cancel } = statements();
         run(&env, stock).await;
         assert_eq!(run(&env, stock).await, 0, "what is there stays as it is");
@@ -93,7 +93,7 @@ fn readme_cancels_order() {
 
 #[test]
 fn readme_names_constraint_for_sold_out() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let Statements { stock, create, .. } = statements();
         run(&env, stock).await;
         sqlx::query("UPDATE stock SET available = 1 WHERE article_id = 'mug'").execute(&env.pool).await.unwrap();
@@ -107,7 +107,7 @@ fn readme_names_constraint_for_sold_out() {
 
 #[test]
 fn documented_grants_suffice_and_open_nothing_else() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let Statements { stock, create, pay, cancel } = statements();
         let [grants] =
             blocks(DEPLOY, "sql").into_iter().filter(|sql| sql.starts_with("GRANT ")).collect::<Vec<_>>()[..]
@@ -165,7 +165,7 @@ fn readme_rust_schedules_order() {
 #[test]
 fn readme_transaction_creates_scheduled_order() {
     let [transaction] = blocks(README, "sql")[..] else { panic!("README has more than the one transaction") };
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
             run(&env, transaction).await;
             let scheduled = "SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline";
             assert_eq!(env.count(scheduled).await, 1);
@@ -176,7 +176,7 @@ fn readme_transaction_creates_scheduled_order() {
 fn plugin_page_schedules_waiting_orders() {
     let page = include_str!("../../docs/FROM-THE-PLUGIN.md").replace("\n   ", "\n");
     let statement = page.split("```sql\n").nth(1).unwrap().split("```").next().unwrap().to_owned();
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
             let waiting = env.orders(3, MINUTE).await;
             env.write_alarm(&waiting[0]).await;
             assert!(env.pay(&waiting[1]).await);
@@ -198,7 +198,7 @@ fn wire_insert_takes_trace_context() {
     let context = Regex::new(r"`(00-[0-9a-f-]{52})`").unwrap().captures(wire).expect("an example of a trace context");
     let context = context[1].to_owned();
     assert!(is_traceparent(&context), "{context}");
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let insert = sqlx::query(insert).bind("7").bind(Timestamptz(SystemTime::now().into())).bind(&context);
         insert.execute(&env.pool).await.unwrap();
         let stored: String =

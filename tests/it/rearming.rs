@@ -56,7 +56,7 @@ fn alarm_delay_counts_from_sending() {
             panic!("the alarm waits in no slot")
         };
         let slot = env.settings.slots().find(&wheel.rings()[ring].name, slot).expect("a slot of the wheel");
-        let get = env.channel.basic_get(slot.queue.name.as_str().into(), BasicGetOptions { no_ack: true });
+        let get = env.channel().basic_get(slot.queue.name.as_str().into(), BasicGetOptions { no_ack: true });
         let got = get.await.unwrap().expect("the last alarm").delivery;
         let waits = got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);
         // The alarm leaves together with its slot, so a TTL that is shorter than the slot's shows how late it was
@@ -89,7 +89,7 @@ fn rearmed_alarm_has_no_delivery_time() {
         wait_for("the alarm in its slot", async || filled_slot(&env).await.is_some()).await;
         let slot = filled_slot(&env).await.unwrap();
         let get = BasicGetOptions { no_ack: true };
-        let got = env.channel.basic_get(slot.into(), get).await.unwrap().expect("the alarm").delivery;
+        let got = env.channel().basic_get(slot.into(), get).await.unwrap().expect("the alarm").delivery;
         assert_eq!(Alarm::read(&got.data, None).unwrap().order_id, order.order_id());
         let headers = got.properties.headers().clone().expect("the attempt");
         assert!(!headers.inner().contains_key(DELIVERY_TIME), "{headers:?}");

@@ -39,13 +39,13 @@ async fn declare_with_a_message(env: &TestEnv, arguments: &[(&str, AMQPValue)], 
         table.insert((*key).into(), value.clone());
     }
     let options = QueueDeclareOptions { durable: true, ..Default::default() };
-    env.channel.queue_declare(queue.as_str().into(), options, table).await.unwrap();
+    env.channel().queue_declare(queue.as_str().into(), options, table).await.unwrap();
     env.publish_raw("", &queue, body, BasicProperties::default()).await;
     queue
 }
 
 async fn delete(env: &TestEnv, queue: &str) {
-    env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+    env.channel().queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
 }
 
 #[test]
@@ -130,14 +130,14 @@ fn rearmed_alarm_has_no_death_headers() {
             ("x-dead-letter-routing-key", AMQPValue::LongString(DUE_KEY.into())),
         ];
         let beside = declare_with_a_message(&env, &dead_letter, &order.body()).await;
-        let early = take(&env, &env.channel, &env.names().timeout()).await;
+        let early = take(&env, env.channel(), &env.names().timeout()).await;
         assert!(deaths(&early).contains(&"x-death".to_owned()), "{:?}", early.delivery.properties);
         early.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
 
         let worker = env.worker().await;
         wait_for("the alarm in a slot", async || occupied_slot(&env).await.is_some()).await;
         let slot = occupied_slot(&env).await.unwrap();
-        let armed = take(&env, &env.channel, &slot).await;
+        let armed = take(&env, env.channel(), &slot).await;
         assert_eq!(deaths(&armed), Vec::<String>::new());
         assert_eq!(armed.delivery.data, order.body(), "the same alarm");
         armed.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();

@@ -11,7 +11,7 @@ use order_timeout::outbox::event_relay::EventRelay;
 use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_testkit::figures::{Figures, get, serve_http};
-use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, promised, wait_for, wait_promised};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause must be shown, and withdrawn.
@@ -27,16 +27,16 @@ async fn bound_queue(env: &TestEnv, name: &str, length: Option<i32>) -> String {
         arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
     }
     let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
-    env.channel.queue_declare(queue.as_str().into(), exclusive, arguments).await.unwrap();
+    env.channel().queue_declare(queue.as_str().into(), exclusive, arguments).await.unwrap();
     let (events, options) = (env.names().events(), QueueBindOptions::default());
     let (to, from) = (queue.as_str().into(), events.as_str().into());
-    env.channel.queue_bind(to, from, "#".into(), options, FieldTable::default()).await.unwrap();
+    env.channel().queue_bind(to, from, "#".into(), options, FieldTable::default()).await.unwrap();
     queue
 }
 
 /// Takes one event out of a queue and returns its message id.
 async fn take(env: &TestEnv, queue: &str) -> Option<String> {
-    let got = env.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
+    let got = env.channel().basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
     got.map(|event| event.delivery.properties.message_id().as_ref().expect("a message id").to_string())
 }
 
@@ -76,7 +76,7 @@ fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
                 *slow_copies.entry(id).or_insert(0) += 1;
             }
             was_degraded = was_degraded || is_degraded(&worker, "events_refused").await;
-            assert!(began.elapsed() < 150 * SECOND, "the slow queue has {} of {closes}", slow_copies.len());
+            assert!(began.elapsed() < promised(150 * SECOND), "the slow queue has {} of {closes}", slow_copies.len());
         }
         assert!(was_degraded);
         wait_for("every event marked as sent", async || env.count(UNSENT).await == 0).await;
@@ -86,7 +86,8 @@ fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
         assert_eq!(copies.len(), closes);
         assert!(most <= 3, "{most} copies of one event");
         assert!(slow_copies.values().all(|times| *times == 1));
-        wait_within(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await).await;
+        wait_promised(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await)
+            .await;
         worker.stop().await;
     });
 }
@@ -108,12 +109,13 @@ fn refusal_is_named_until_events_are_taken() {
         let full = bound_queue(&env, "full", Some(0)).await;
         let worker = env.worker().await;
         close(&env, 3).await;
-        wait_within(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "events_refused").await).await;
+        wait_promised(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "events_refused").await).await;
         let (_, page) = get(&worker, READYZ).await;
         assert!(page.contains(&env.names().events()) && page.contains("reject-publish"), "{page}");
-        env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        env.channel().queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         close(&env, 1).await;
-        wait_within(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await).await;
+        wait_promised(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await)
+            .await;
         worker.stop().await;
     });
 }

@@ -53,7 +53,7 @@ async fn order(env: &TestEnv, minutes: u32) -> String {
 
 #[test]
 fn each_deadline_is_announced_once() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let created_late = order(&env, 3).await;
         let reminders = reminders(&env).await;
         assert_eq!(reminders.announce().await.unwrap(), (0, false), "{created_late}: its moment had passed");
@@ -78,7 +78,7 @@ fn each_deadline_is_announced_once() {
 
 #[test]
 fn workers_announce_each_order_once() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let workers = [reminders(&env).await, reminders(&env).await, reminders(&env).await];
         workers[0].announce().await.unwrap();
         execute(
@@ -130,7 +130,7 @@ fn page_counts_sent_reminders() {
 /// As when the clock is set back: what has been read lies further ahead than the horizon.
 #[test]
 fn progress_never_goes_back() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let reminders = reminders(&env).await;
         reminders.announce().await.unwrap();
         order(&env, 7).await;
@@ -143,7 +143,7 @@ fn progress_never_goes_back() {
 
 #[test]
 fn passed_deadlines_are_not_announced() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let reminders = reminders(&env).await;
         reminders.announce().await.unwrap();
         let (soon, later) = (order(&env, 6).await, order(&env, 12).await);

@@ -79,7 +79,7 @@ fn trigger_text_is_escaped_everywhere() {
 
 #[test]
 fn parked_text_is_escaped_in_table() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         sqlx::query(
             "INSERT INTO parked_alarms (id, reason, detail, order_id, body)
                  VALUES (gen_random_uuid(), 'unreadable', E'\\x1b[2J\\u202Edetail\\nsecond line', E'17\\u200b', '{}')",

@@ -7,12 +7,11 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::http::{LIVEZ, METRICS, READYZ};
 use order_timeout::runtime::Worker;
-use order_timeout_testkit::away::COMING_BACK;
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{WorkerProcess, bare, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_parts};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, with_parts};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
@@ -226,7 +225,7 @@ async fn pages_and_health_command(secret: &Secret, settings: &Settings) {
     }
     to_broker.restore();
     to_database.restore();
-    wait_within(COMING_BACK, "ready again", async || get(&worker, READYZ).await.0 == 200).await;
+    wait_for("ready again", async || get(&worker, READYZ).await.0 == 200).await;
     worker.stop().await;
 }
 

@@ -52,7 +52,7 @@ async fn worker_taking(env: &TestEnv, shards: &[u8]) -> RunningWorker {
 async fn declare(env: &TestEnv, shards: u8) {
     let mut settings = env.settings.clone();
     settings.worker.shards = shards;
-    settings.topology().declare(&env.broker).await.unwrap();
+    settings.topology().declare(env.broker()).await.unwrap();
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn missing_exchange_type_names_plugin() {
         async |env, _| {
             let mut settings = env.settings.clone();
             sharded(&mut settings);
-            let fault = settings.topology().declare(&env.broker).await.unwrap_err();
+            let fault = settings.topology().declare(env.broker()).await.unwrap_err();
             assert!(matches!(fault, TopologyError::NoHashExchange { .. }), "{fault:?}");
             let sentence = fault.to_string();
             assert!(sentence.contains("rabbitmq-plugins enable rabbitmq_consistent_hash_exchange"), "{sentence}");

@@ -52,7 +52,7 @@ const ANOTHER_WORKER: &str = "INSERT INTO order_timeout_workers (id, host, pid, 
 
 #[test]
 fn status_counts_overdue_orders_outboxes_and_parked() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         env.orders(3, 90 * SECOND).await;
         let overdue = env.orders(2, Duration::ZERO).await;
         assert!(env.pay(&env.order(60 * SECOND).await).await);
@@ -97,7 +97,7 @@ fn status_counts_overdue_orders_outboxes_and_parked() {
 
 #[test]
 fn status_never_shows_unknown_as_zero() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         env.orders(3, Duration::ZERO).await;
         env.order(90 * SECOND).await;
         let status = ask(&own_statements(&env), &["status"]).await;
@@ -169,7 +169,7 @@ fn explain_says_why_order_is_open() {
 
 #[test]
 fn explain_has_rows_of_all_tables() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(Duration::ZERO).await;
         env.write_alarm(&order).await;
         let id = order.id.to_string();
@@ -203,7 +203,7 @@ fn explain_has_rows_of_all_tables() {
 
 #[test]
 fn explain_knows_own_orders_by_contract() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         let (late, early) = (env.order(Duration::ZERO).await, env.order(60 * SECOND).await);
         let own = own_statements(&env);
         let story = ask(&own, &["explain", &late.id.to_string()]).await;

@@ -31,7 +31,7 @@ fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
 }
 
 async fn delete_queue(env: &TestEnv, name: &str) {
-    env.channel.queue_delete(name.into(), QueueDeleteOptions::default()).await.unwrap();
+    env.channel().queue_delete(name.into(), QueueDeleteOptions::default()).await.unwrap();
 }
 
 async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static str, Argument>) {
@@ -44,14 +44,14 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
         table.insert((*key).into(), value);
     }
     let options = QueueDeclareOptions { durable: true, ..Default::default() };
-    env.channel.queue_declare(name.into(), options, table).await.unwrap();
+    env.channel().queue_declare(name.into(), options, table).await.unwrap();
 }
 
 /// Everything, and the slots of the wheel, as a worker declares them when they are needed.
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
-    env.settings.topology().declare(&env.broker).await?;
+    env.settings.topology().declare(env.broker()).await?;
     let slots: Vec<Slot> = env.settings.slots().all().collect();
-    topology::declare_slots(&env.names(), &slots, &env.broker).await.fault.map_or(Ok(()), Err)
+    topology::declare_slots(&env.names(), &slots, env.broker()).await.fault.map_or(Ok(()), Err)
 }
 
 /// Leaves a message in this queue.
@@ -144,9 +144,9 @@ fn differing_exchange_type_is_named() {
         for (exchange, other, now) in
             [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
         {
-            env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+            env.channel().exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
             let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
-            env.channel
+            env.channel()
                 .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
                 .await
                 .unwrap();
@@ -156,10 +156,10 @@ fn differing_exchange_type_is_named() {
             assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
             assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
             // Re-declaring it with its old arguments succeeds, so it is unchanged.
-            let channel = env.broker.create_channel().await.unwrap();
+            let channel = env.broker().create_channel().await.unwrap();
             channel.exchange_declare(exchange.as_str().into(), other, options, FieldTable::default()).await.unwrap();
 
-            env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+            env.channel().exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
             declare(&env).await.unwrap();
         }
     });
@@ -283,7 +283,7 @@ fn worker_refuses_namespace_never_set_up() {
         // The worker declared none.
         let topology = settings.topology();
         for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
-            let channel = env.broker.create_channel().await.unwrap();
+            let channel = env.broker().create_channel().await.unwrap();
             let options = QueueDeclareOptions { passive: true, ..Default::default() };
             let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
             assert!(there.is_err(), "{name} is there");

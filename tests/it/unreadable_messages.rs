@@ -8,7 +8,7 @@ use order_timeout::http::READYZ;
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::raw::{self, Properties};
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_within};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_promised};
 
 const SECOND: Duration = Duration::from_secs(1);
 const CAUSE: &str = "degraded{cause=\"unreadable_message\"}";
@@ -18,19 +18,19 @@ const TYPE: u16 = 1 << 5;
 /// The worker names `queue`, closes orders on time, and goes on once the queue is purged.
 async fn is_named_until_purged(env: &TestEnv, broker: &Private, worker: &RunningWorker, queue: &str, why: &str) {
     let line = async || get(worker, READYZ).await.1.lines().find(|line| line.contains(CAUSE_LINE)).map(str::to_owned);
-    wait_within(15 * SECOND, "the cause on the page", async || line().await.is_some()).await;
+    wait_promised(15 * SECOND, "the cause on the page", async || line().await.is_some()).await;
     let shown = line().await.unwrap_or_default();
     assert!(shown.contains(why) && shown.contains(&format!("`rabbitmqctl purge_queue {queue}`")), "{shown}");
     assert_eq!(Figures::of(worker).await.get(CAUSE), 1.0);
     // No session stays open, so orders are read ahead of their deadlines.
     env.orders(50, 3 * SECOND).await;
-    wait_within(15 * SECOND, "every close", async || env.closed().await == 50).await;
+    wait_promised(15 * SECOND, "every close", async || env.closed().await == 50).await;
     assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'look_ahead'").await, 50);
     let gone = async || {
         broker.ctl(&["purge_queue", queue]);
         Figures::of(worker).await.get(CAUSE) == 0.0
     };
-    wait_within(30 * SECOND, "the cause withdrawn", gone).await;
+    wait_promised(30 * SECOND, "the cause withdrawn", gone).await;
     let (status, page) = get(worker, READYZ).await;
     assert!(status == 200 && !page.contains(CAUSE_LINE), "{page}");
 }

@@ -13,7 +13,7 @@ use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::process::WorkerProcess;
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_promised};
 use serde_json::Value;
 use tempfile::NamedTempFile;
 
@@ -251,14 +251,14 @@ fn receiver_away_loses_no_event() {
         let orders = env.orders(30, SECOND).await;
         wait_for("the closes", async || env.closed().await == 30).await;
         let why = "cannot be reached";
-        wait_within(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "relay_stalled", why).await).await;
+        wait_promised(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "relay_stalled", why).await).await;
         assert_eq!(env.count(UNSENT).await, 30);
         assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE refusals > 0").await, 0);
 
         let receiver = Receiver::start_at(address);
         wait_for("the marks", async || env.count(UNSENT).await == 0).await;
         assert!(orders.iter().all(|order| receiver.count(&order.id.to_string()) == 1));
-        wait_within(NOTICED_WITHIN, "no cause", async || !is_degraded(&worker, "relay_stalled", "").await).await;
+        wait_promised(NOTICED_WITHIN, "no cause", async || !is_degraded(&worker, "relay_stalled", "").await).await;
         worker.stop().await;
     });
 }
@@ -279,10 +279,10 @@ fn refused_event_delays_no_other() {
         wait_for("the others' marks", async || env.count(UNSENT).await == 4).await;
         assert!(others.iter().all(|order| receiver.count(&order.id.to_string()) >= 1));
         let why = "127.0.0.1 refuses events";
-        wait_within(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "events_refused", why).await).await;
+        wait_promised(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "events_refused", why).await).await;
 
         receiver.accept_all();
-        wait_within(SENT_AGAIN_WITHIN, "the marks", async || env.count(UNSENT).await == 0).await;
+        wait_promised(SENT_AGAIN_WITHIN, "the marks", async || env.count(UNSENT).await == 0).await;
         let ids: HashSet<String> = receiver.received().iter().map(|event| event.id().to_owned()).collect();
         assert_eq!(ids.len(), 34, "one id for each event, however often it is sent");
         worker.stop().await;

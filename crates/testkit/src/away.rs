@@ -16,11 +16,9 @@ use uuid::Uuid;
 
 use crate::private::Private;
 use crate::proxy::Proxy;
-use crate::{Order, RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
+use crate::{Order, RunningWorker, TestEnv, promised, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// Long enough for the longest backoff, and for alarms that wait in the wheel.
-pub const COMING_BACK: Duration = TIMEOUT;
 /// A deadline that comes only after a server has been stopped, even on a busy machine. For settings with [`hold_long`].
 pub const HELD_LONG: Duration = Duration::from_secs(8);
 
@@ -140,7 +138,7 @@ pub async fn held_by_the_worker(env: &TestEnv, count: usize, delay: Duration) ->
 
 /// Asserts that without the broker scheduling fails in bounded time, for one alarm and for many.
 pub async fn assert_nothing_is_scheduled(env: &TestEnv, publisher: &Publisher) {
-    let bound = env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND;
+    let bound = promised(env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND);
     // So far ahead that an alarm which arrives although its confirm is lost does not return during the test.
     let deadline = Timestamp::now_by_local_clock() + 3600 * SECOND;
     for _ in 0..3 {
@@ -160,16 +158,16 @@ pub async fn assert_nothing_is_scheduled(env: &TestEnv, publisher: &Publisher) {
 pub async fn wait_until_scheduling_works(env: &TestEnv, publisher: &Publisher) {
     let order = env.order(2 * SECOND).await;
     let scheduled = async || publisher.schedule(order.id.to_string(), order.deadline).await.is_ok();
-    wait_within(COMING_BACK, "scheduling again", scheduled).await;
+    wait_for("scheduling again", scheduled).await;
 }
 
 /// Declares a queue that receives every event and survives a restart of the broker. Returns its name.
 pub async fn keep_events(env: &TestEnv) -> String {
     let (queue, events) = (format!("{}.heard", env.settings.namespace), env.names().events());
     let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-    env.channel.queue_declare(queue.as_str().into(), durable, expiring_queue_arguments()).await.unwrap();
+    env.channel().queue_declare(queue.as_str().into(), durable, expiring_queue_arguments()).await.unwrap();
     let options = QueueBindOptions::default();
-    let bound = env.channel.queue_bind(
+    let bound = env.channel().queue_bind(
         queue.as_str().into(),
         events.as_str().into(),
         "#".into(),
@@ -183,7 +181,7 @@ pub async fn keep_events(env: &TestEnv) -> String {
 /// Asserts that every order was closed once, and that these closes and nothing else were announced.
 pub async fn assert_all_closed_and_announced(env: &TestEnv, kept_events: &str) {
     let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
-    wait_within(COMING_BACK, "every order's close", async || unpaid().await == 0).await;
+    wait_for("every order's close", async || unpaid().await == 0).await;
     assert_every_event_received(env, kept_events).await;
     assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, env.closed().await);
     assert_eq!(env.parked().await, []);
@@ -193,11 +191,11 @@ pub async fn assert_all_closed_and_announced(env: &TestEnv, kept_events: &str) {
 /// Waits until all events are sent, and asserts that the queue received exactly those in the outbox, by their ids.
 pub async fn assert_every_event_received(env: &TestEnv, kept_events: &str) {
     let unsent = async || env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
-    wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
+    wait_for("every event sent", async || unsent().await == 0).await;
     let env = env.reconnected().await;
     let mut received = BTreeSet::new();
     let no_ack = BasicGetOptions { no_ack: true };
-    while let Some(event) = env.channel.basic_get(kept_events.into(), no_ack).await.unwrap() {
+    while let Some(event) = env.channel().basic_get(kept_events.into(), no_ack).await.unwrap() {
         // A lost confirm may lead to a duplicate, under the same id.
         received.insert(Uuid::parse_str(event.properties.message_id().as_ref().unwrap().as_str()).unwrap());
     }
@@ -217,7 +215,7 @@ pub async fn is_consumed(env: &TestEnv, queue: &str) -> bool {
 
 /// The number of this queue's consumers; 0 if the queue does not exist.
 pub async fn consumers(env: &TestEnv, queue: &str) -> u32 {
-    let channel = env.broker.create_channel().await.unwrap();
+    let channel = env.broker().create_channel().await.unwrap();
     let passive = QueueDeclareOptions { passive: true, ..Default::default() };
     let queue = channel.queue_declare(queue.into(), passive, FieldTable::default()).await;
     queue.map_or(0, |queue| queue.consumer_count())

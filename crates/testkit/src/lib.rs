@@ -65,15 +65,30 @@ pub struct TestEnv {
     pub settings: Settings,
     /// On the environment's database.
     pub pool: PgPool,
-    /// Of the test, not of a worker.
-    pub broker: Connection,
+    /// `None` if the test talks to no broker.
+    broker: Option<TestBroker>,
+}
+
+/// A connection of the test, not of a worker.
+struct TestBroker {
+    connection: Connection,
     /// With confirms.
-    pub channel: Channel,
+    channel: Channel,
+}
+
+impl TestBroker {
+    async fn connect(settings: &Settings) -> Self {
+        let connection = connect_to_broker(settings, "test").await;
+        let channel = connection.create_channel().await.unwrap();
+        channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+        Self { connection, channel }
+    }
 }
 
 /// An environment that is not created yet. Made by [`TestEnv::builder`].
 pub struct EnvBuilder {
     settings: Settings,
+    has_broker: bool,
 }
 
 impl EnvBuilder {
@@ -81,6 +96,14 @@ impl EnvBuilder {
     #[must_use]
     pub fn settings(mut self, adjust: impl FnOnce(&mut Settings)) -> Self {
         adjust(&mut self.settings);
+        self
+    }
+
+    /// For a test that talks to no broker: nothing is declared, and a worker reaches none.
+    #[must_use]
+    pub fn without_broker(mut self) -> Self {
+        self.settings.amqp.url = unreachable(&self.settings.amqp.url);
+        self.has_broker = false;
         self
     }
 
@@ -99,13 +122,13 @@ impl EnvBuilder {
         T: FnOnce(Arc<TestEnv>) -> F,
         F: Future<Output = ()> + Send + 'static,
     {
-        let settings = self.settings;
+        let Self { settings, has_broker } = self;
         let template = Template::acquire(&settings).await;
-        let env = match AssertUnwindSafe(TestEnv::build(settings.clone(), &template)).catch_unwind().await {
+        let env = match AssertUnwindSafe(TestEnv::build(settings.clone(), has_broker, &template)).catch_unwind().await {
             Ok(env) => Arc::new(env),
             Err(panic) => {
                 // Remove what was created. Errors are ignored: the first panic is the one to report.
-                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(settings.clone()))).await;
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(settings.clone(), has_broker))).await;
                 let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, template.release(settings))).await;
                 std::panic::resume_unwind(panic);
             }
@@ -150,6 +173,8 @@ pub fn small_settings() -> Settings {
     settings.amqp.heartbeat = Duration::from_secs(60);
     // For the same reason: a worker that gets no connection when it starts ends.
     settings.database.acquire_timeout = Duration::from_secs(10);
+    // A statement that a busy machine cancels is one more path. Tests of this timeout set their own.
+    settings.database.statement_timeout = Duration::from_secs(20);
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
     // Tests run in parallel, and few read their worker's pages.
@@ -186,6 +211,11 @@ pub fn with_parts(url: &SecretString, user: Option<&str>, host: Option<&str>, pa
     let (old_user, old_host) = authority.rsplit_once('@').unwrap_or(("guest:guest", authority));
     let (user, host, path) = (user.unwrap_or(old_user), host.unwrap_or(old_host), path.unwrap_or(old_path));
     format!("{scheme}://{user}@{host}/{path}").into()
+}
+
+/// The address of a broker with a port on which no process listens, the discard port.
+fn unreachable(broker: &SecretString) -> SecretString {
+    with_parts(broker, None, Some("127.0.0.1:9"), None)
 }
 
 /// Host and port of an address.
@@ -228,7 +258,6 @@ pub async fn connect_to_broker(settings: &Settings, purpose: &str) -> Connection
     connect::connect(&amqp, purpose).await.expect("the broker answers; run scripts/services")
 }
 
-/// Removes everything that an environment with these settings has created.
 /// The messages ready in a queue; `None` if there is none of this name.
 async fn find_queue(connection: &Connection, name: &str) -> Option<u32> {
     loop {
@@ -249,11 +278,15 @@ async fn find_queue(connection: &Connection, name: &str) -> Option<u32> {
     }
 }
 
-async fn clean_up(settings: Settings) {
+/// Removes everything that an environment with these settings has created.
+async fn clean_up(settings: Settings, has_broker: bool) {
     // It exists only if the test ran a worker as a child process.
     let _ = std::fs::remove_file(process::rings_file(&settings));
     let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
     execute_on_server(&settings, drop).await;
+    if !has_broker {
+        return;
+    }
     // On a new connection: the test may have lost the environment's.
     let connection = connect_to_broker(&settings, "test cleanup").await;
     let channel = connection.create_channel().await.unwrap();
@@ -269,35 +302,45 @@ async fn clean_up(settings: Settings) {
 impl TestEnv {
     /// An environment of a test's own, with [`small_settings`].
     pub fn builder() -> EnvBuilder {
-        EnvBuilder { settings: small_settings() }
+        EnvBuilder { settings: small_settings(), has_broker: true }
     }
 
-    async fn build(settings: Settings, template: &Template) -> Self {
+    async fn build(settings: Settings, has_broker: bool, template: &Template) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
-        let broker = connect_to_broker(&settings, "test").await;
+        let broker = if has_broker { Some(TestBroker::connect(&settings).await) } else { None };
         template.create_database(&database_name(&settings), &settings).await;
         let pool = PgPool::connect(settings.database.url.expose_secret()).await.unwrap();
-        if settings.delay.strategy == Strategy::DeadLetter {
-            settings.topology().declare(&broker).await.unwrap();
+        if let Some(broker) = broker.as_ref().filter(|_| settings.delay.strategy == Strategy::DeadLetter) {
+            settings.topology().declare(&broker.connection).await.unwrap();
         }
-        let channel = broker.create_channel().await.unwrap();
-        channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
-        let env = Self { settings, pool, broker, channel };
+        let env = Self { settings, pool, broker };
         env.stock("article", 1_000_000).await;
         env
     }
 
     async fn clean_up(&self) {
         self.pool.close().await;
-        clean_up(self.settings.clone()).await;
+        clean_up(self.settings.clone(), self.broker.is_some()).await;
+    }
+
+    fn test_broker(&self) -> &TestBroker {
+        self.broker.as_ref().expect("this environment was built without a broker")
+    }
+
+    /// The test's own connection to the broker.
+    pub fn broker(&self) -> &Connection {
+        &self.test_broker().connection
+    }
+
+    /// The test's own channel, with confirms.
+    pub fn channel(&self) -> &Channel {
+        &self.test_broker().channel
     }
 
     /// The same environment on a new connection, for tests that stop the broker.
     pub async fn reconnected(&self) -> Self {
-        let broker = connect_to_broker(&self.settings, "test").await;
-        let channel = broker.create_channel().await.unwrap();
-        channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
-        Self { settings: self.settings.clone(), pool: self.pool.clone(), broker, channel }
+        let broker = Some(TestBroker::connect(&self.settings).await);
+        Self { settings: self.settings.clone(), pool: self.pool.clone(), broker }
     }
 
     /// The names of the namespace's exchanges and queues.
@@ -308,7 +351,7 @@ impl TestEnv {
     /// Declares every slot of the wheel, for tests that fill or count slots before a worker has needed them.
     pub async fn declare_slots(&self) {
         let slots: Vec<Slot> = self.settings.slots().all().collect();
-        assert_eq!(topology::declare_slots(&self.names(), &slots, &self.broker).await.fault, None);
+        assert_eq!(topology::declare_slots(&self.names(), &slots, self.broker()).await.fault, None);
     }
 
     /// The queues that a worker consumes.
@@ -332,8 +375,7 @@ impl TestEnv {
     /// Starts a worker that cannot reach its broker.
     pub async fn worker_without_broker(&self) -> RunningWorker {
         let mut settings = self.settings.clone();
-        // No process listens on the discard port.
-        settings.amqp.url = with_parts(&settings.amqp.url, None, Some("127.0.0.1:9"), None);
+        settings.amqp.url = unreachable(&settings.amqp.url);
         RunningWorker::start(settings).await
     }
 
@@ -475,7 +517,7 @@ impl TestEnv {
     pub async fn publish_raw(&self, exchange: &str, routing_key: &str, body: &[u8], properties: BasicProperties) {
         let options = BasicPublishOptions { mandatory: true, ..Default::default() };
         let confirm =
-            self.channel.basic_publish(exchange.into(), routing_key.into(), options, body, properties).await.unwrap();
+            self.channel().basic_publish(exchange.into(), routing_key.into(), options, body, properties).await.unwrap();
         let confirmation = confirm.await.unwrap();
         assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "not routed");
     }
@@ -486,7 +528,7 @@ impl TestEnv {
         for order in orders {
             let options = BasicPublishOptions { mandatory: true, ..Default::default() };
             let (body, properties) = (order.body(), BasicProperties::default().with_delivery_mode(2));
-            let sent = self.channel.basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
+            let sent = self.channel().basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
             confirms.push(sent.await.unwrap());
         }
         for confirm in confirms {
@@ -528,7 +570,7 @@ impl TestEnv {
         self.publish_raw("", queue, MARKER, BasicProperties::default()).await;
         let mut taken = Vec::new();
         loop {
-            let next = self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
+            let next = self.channel().basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
             match next {
                 Some(message) if message.delivery.data == MARKER => return taken,
                 Some(message) => taken.push(message.delivery.data),
@@ -544,7 +586,7 @@ impl TestEnv {
 
     /// Messages ready in a queue; `None` if there is none of this name.
     pub async fn depth_if_any(&self, queue: &str) -> Option<u32> {
-        find_queue(&self.broker, queue).await
+        find_queue(self.broker(), queue).await
     }
 
     /// The existing queues whose names begin so after the namespace, each with its ready messages.
@@ -565,6 +607,19 @@ impl TestEnv {
     /// Messages ready in all queues whose names begin so after the namespace.
     pub async fn depth_of_all(&self, beginning: &str) -> u32 {
         self.depths(beginning).await.iter().map(|(_, depth)| depth).sum()
+    }
+
+    /// Asserts that no order was closed early, and, where punctuality is tested, none late by a second.
+    pub async fn assert_on_time(&self) {
+        self.assert_on_time_within(Duration::from_secs(1)).await;
+    }
+
+    /// [`Self::assert_on_time`] with this bound.
+    pub async fn assert_on_time_within(&self, limit: Duration) {
+        let lateness_ms = self.lateness_ms().await;
+        let (first, last) = (lateness_ms.first().expect("a closed order"), lateness_ms.last().expect("a closed order"));
+        assert!(*first >= 0.0, "closed {first} ms early");
+        assert!(*last < promised(limit).as_secs_f64() * 1e3, "closed {last} ms late");
     }
 
     /// Lateness of every closed order in milliseconds, sorted.
@@ -644,8 +699,20 @@ pub async fn wait_for<F: Future<Output = bool>>(what: &str, condition: impl FnMu
     wait_within(TIMEOUT, what, condition).await;
 }
 
-/// [`wait_for`] with this timeout.
-pub async fn wait_within<F: Future<Output = bool>>(timeout: Duration, what: &str, mut condition: impl FnMut() -> F) {
+/// [`wait_for`] for what is promised within this time.
+pub async fn wait_promised<F: Future<Output = bool>>(limit: Duration, what: &str, condition: impl FnMut() -> F) {
+    wait_within(promised(limit), what, condition).await;
+}
+
+/// How long something may take that is promised within this time: that time where punctuality is tested, by
+/// `scripts/test --punctual` on a machine with nothing else to do. Otherwise [`TIMEOUT`] at least: a machine that stalls, or
+/// runs ten tests at once, keeps no time.
+pub fn promised(limit: Duration) -> Duration {
+    let is_punctual = std::env::var_os("ORDER_TIMEOUT_PUNCTUAL").is_some();
+    if is_punctual { limit } else { limit.max(TIMEOUT) }
+}
+
+async fn wait_within<F: Future<Output = bool>>(timeout: Duration, what: &str, mut condition: impl FnMut() -> F) {
     let began = Instant::now();
     while !condition().await {
         assert!(began.elapsed() < timeout, "not within {timeout:?}: {what}");

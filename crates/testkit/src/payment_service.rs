@@ -266,8 +266,9 @@ pub fn wide_limits() -> LimitsSettings {
     LimitsSettings {
         concurrency: 200,
         requests_per_s: 10_000,
-        timeout: Duration::from_secs(1),
-        queue_timeout: Duration::from_secs(5),
+        // A machine that stalls repeats no call. Tests of these timeouts set their own.
+        timeout: Duration::from_secs(20),
+        queue_timeout: Duration::from_secs(20),
         failures_to_open: 1_000,
         open_for: Duration::from_millis(500),
     }

@@ -11,7 +11,7 @@ use order_timeout_testkit::process::call_with;
 
 #[test]
 fn proposal_for_clear_shop_is_right() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
             execute(&env, &text("partitioned", "schema.sql")).await;
             execute(&env, &text("partitioned", "orders.sql")).await;
             execute(&env, "UPDATE sales.orders SET status = 'paid' WHERE id IN (SELECT id FROM sales.orders LIMIT 9);
@@ -49,7 +49,7 @@ fn proposal_for_clear_shop_is_right() {
 
 #[test]
 fn proposal_finds_stock_by_foreign_keys() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         execute(&env, &text("tenants", "schema.sql")).await;
         let (code, said, error) = call_with(&env.settings, &["adopt", "--table", "platform.orders"]).await;
         assert_eq!(code, 0, "{error}");
@@ -71,7 +71,7 @@ fn proposal_finds_stock_by_foreign_keys() {
 /// What is no table of rows that a close can lock, and what to do.
 #[test]
 fn views_and_foreign_tables_are_sent_on() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         execute(&env, &text("ticketing", "schema.sql")).await;
         execute(
             &env,
@@ -184,7 +184,7 @@ fn proposals_weigh_types_and_values() {
 
 #[test]
 fn index_of_partitioned_table_can_be_created() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         execute(&env, &text("partitioned", "schema.sql")).await;
         let database = Database::connect(&env.settings.database, 2).await.unwrap();
         let proposal = propose::propose(&database, &Kind::ORDER, Some("sales.orders")).await.unwrap();

@@ -267,7 +267,7 @@ async fn role_without_rights(env: &TestEnv, shop: &str) -> (String, Settings) {
 #[test]
 fn check_prints_all_grants_at_once() {
     for shop in ["ticketing", "mall"] {
-        TestEnv::builder().run(async move |env| {
+        TestEnv::builder().without_broker().run(async move |env| {
             execute(&env, &text(shop, "schema.sql")).await;
             let (role, settings) = role_without_rights(&env, shop).await;
             if shop == "ticketing" {
@@ -292,7 +292,7 @@ fn check_prints_all_grants_at_once() {
 
 #[test]
 fn role_without_rights_is_refused() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         execute(&env, &text("ticketing", "schema.sql")).await;
         execute(&env, OVERDUE).await;
         let (role, settings) = role_without_rights(&env, "ticketing").await;

@@ -155,7 +155,7 @@ fn partitioned_shop_is_adopted() {
 #[test]
 fn check_changes_nothing() {
     for shop in ["mall", "headless"] {
-        TestEnv::builder().settings(|settings| map(settings, shop)).run(async move |env| {
+        TestEnv::builder().without_broker().settings(|settings| map(settings, shop)).run(async move |env| {
             execute(&env, &text(shop, "schema.sql")).await;
             execute(&env, &text(shop, "orders.sql")).await;
             wait_for("overdue orders", async || {
@@ -179,7 +179,7 @@ fn check_changes_nothing() {
 
 #[test]
 fn statements_of_mapping_are_printed() {
-    TestEnv::builder().settings(|settings| map(settings, "ticketing")).run(async |env| {
+    TestEnv::builder().without_broker().settings(|settings| map(settings, "ticketing")).run(async |env| {
         execute(&env, &text("ticketing", "schema.sql")).await;
         let (code, said, error) = call_with(&env.settings, &["sql"]).await;
         assert_eq!(code, 0, "{error}");
@@ -191,7 +191,7 @@ fn statements_of_mapping_are_printed() {
 
 #[test]
 fn deadline_of_mapped_order_moves() {
-    TestEnv::builder().settings(|settings| map(settings, "ticketing")).run(async |env| {
+    TestEnv::builder().without_broker().settings(|settings| map(settings, "ticketing")).run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, "INSERT INTO tickets.pretixbase_order (code, status, expires) VALUES ('A', 'n', NULL), ('B', 'p', now()), ('C', 'n', now() + interval '1 d')").await;
             for (id, said_wanted, code_wanted) in [

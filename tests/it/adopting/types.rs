@@ -123,7 +123,7 @@ fn says<'a>(found: &'a [Finding], key: &str) -> Vec<&'a str> {
 
 #[test]
 fn every_type_of_id_works() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         for (kind, ids) in IDS {
             execute(&env, &tables(kind, "text")).await;
             execute(&env, "INSERT INTO shop.stock VALUES ('A', 2)").await;
@@ -160,7 +160,7 @@ fn every_type_of_id_works() {
 
 #[test]
 fn every_type_of_stock_key_works() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         for (kind, value) in STOCK_KEYS {
             execute(&env, &tables("bigint", kind)).await;
             execute(
@@ -187,7 +187,7 @@ fn every_type_of_stock_key_works() {
 
 #[test]
 fn moment_fits_types_of_columns() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().without_broker().run(async |env| {
         execute(&env, &tables("bigint", "text")).await;
         execute(&env, "INSERT INTO shop.orders (id, due) VALUES (1, now() - interval '1 s')").await;
         let (settings, _file) = map_to(&env, MAPPING);

@@ -57,7 +57,7 @@ async fn coupons(env: &TestEnv) -> (i64, i64) {
 
 #[test]
 fn callback_after_settlement_counts_nothing() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         reserve_coupons(&env).await;
         let provider = Arc::new(Provider::default());
@@ -78,7 +78,7 @@ fn callback_after_settlement_counts_nothing() {
 
 /// An order whose first attempt is paid, and what is late and in the history if the second is answered in this way.
 fn settled_beside(answer: Answer, late_money: Vec<(String, String, i64)>, state: &'static str) {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         begin_attempt(&env, &order, "pi_2").await;
         execute(&env, "UPDATE orders SET amount_minor = 1999, currency = 'EUR'").await;
@@ -116,7 +116,7 @@ fn refunded_second_payment_is_in_history() {
 
 #[test]
 fn part_payment_and_attempt_pay_order() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         execute(&env, "UPDATE orders SET amount_minor = 3000, currency = 'EUR'").await;
         let _ = report(&env, &order, "pi_0", 1_500).await;
@@ -133,7 +133,7 @@ fn part_payment_and_attempt_pay_order() {
 
 #[test]
 fn money_for_closed_order_is_late() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.always("pi_1", &paid());
@@ -154,7 +154,7 @@ fn money_for_closed_order_is_late() {
 
 #[test]
 fn close_returns_all_that_is_reserved() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         execute(&env, "UPDATE orders SET amount_minor = 1999, currency = 'EUR'").await;
         reserve_coupons(&env).await;
@@ -173,8 +173,10 @@ fn close_returns_all_that_is_reserved() {
 
 #[test]
 fn locked_stock_delays_no_other_settlement() {
-    TestEnv::builder().settings(|settings| settings.database.lock_timeout = Duration::from_millis(200)).run(
-        async move |env| {
+    TestEnv::builder()
+        .without_broker()
+        .settings(|settings| settings.database.lock_timeout = Duration::from_millis(200))
+        .run(async move |env| {
             env.stock("locked", 10).await;
             let locked = env.orders_of("locked", 1, Duration::ZERO).await;
             let others = env.orders(5, Duration::ZERO).await;
@@ -197,13 +199,12 @@ fn locked_stock_delays_no_other_settlement() {
             run_to_end(&env, &mut driver).await;
             assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'paid'").await, 6);
             assert_money_adds_up(&env).await;
-        },
-    );
+        });
 }
 
 #[test]
 fn attempt_in_upper_case_is_asked_about() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = env.order(Duration::ZERO).await;
         let insert = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
                       VALUES ('stripe', 'pi_1', $1, 1999, 'EUR')";
@@ -219,7 +220,7 @@ fn attempt_in_upper_case_is_asked_about() {
 
 #[test]
 fn late_attempt_is_not_asked_about() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         execute(&env, "UPDATE order_timeout_settings SET pay_after_deadline = false").await;
         let _ = report(&env, &order, "pi_1", 1_999).await;
@@ -234,7 +235,7 @@ fn late_attempt_is_not_asked_about() {
 
 #[test]
 fn absent_attempt_that_expired_is_closed() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         execute(&env, "UPDATE payment_attempts SET payable_until = now() - interval '1 hour'").await;
         let provider = Arc::new(Provider::default());
@@ -248,7 +249,7 @@ fn absent_attempt_that_expired_is_closed() {
 
 #[test]
 fn calls_not_made_never_end_in_unresolved() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         let not_asked = Answer::Unknown(Unknown { why: "circuit open".into(), retry_after: None, was_asked: false });
@@ -265,7 +266,7 @@ fn calls_not_made_never_end_in_unresolved() {
 
 #[test]
 fn unresolved_order_is_retried() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.always("pi_1", &unknown());
@@ -303,7 +304,7 @@ async fn without_answer(env: &TestEnv) -> (Order, Database, Operator) {
 
 #[test]
 fn unresolved_order_is_closed_by_hand() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let (order, database, operator) = without_answer(&env).await;
         let decide = async || unresolved::decide(&database, &order.order_id(), Decision::Closed, &operator).await;
         decide().await.unwrap();
@@ -322,7 +323,7 @@ fn unresolved_order_is_closed_by_hand() {
 
 #[test]
 fn unresolved_order_is_paid_by_hand() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let (order, database, operator) = without_answer(&env).await;
         let decide = async |decision| unresolved::decide(&database, &order.order_id(), decision, &operator).await;
         let other = decide(Decision::Paid { reference: Some("pi_2") }).await.unwrap_err();
@@ -343,7 +344,7 @@ fn unresolved_order_is_paid_by_hand() {
 
 #[test]
 fn callback_ends_unresolved_order() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let order = order_with_attempt(&env, "pi_1").await;
         let provider = Arc::new(Provider::default());
         provider.always("pi_1", &unknown());
@@ -358,7 +359,7 @@ fn callback_ends_unresolved_order() {
 
 #[test]
 fn kept_order_is_listed_as_refused() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let orders = env.orders(3, Duration::ZERO).await;
         let keep = "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS
                     $$ BEGIN IF OLD.status = 'closing' AND OLD.id = ANY (TG_ARGV::uuid[]) THEN RETURN NULL; END IF;
@@ -379,7 +380,7 @@ fn kept_order_is_listed_as_refused() {
 
 #[test]
 fn order_without_deadline_is_listed_alone() {
-    TestEnv::builder().run(async move |env| {
+    TestEnv::builder().without_broker().run(async move |env| {
         let orders = env.orders(3, Duration::ZERO).await;
         let provider = Arc::new(Provider::default());
         begin_closed_attempts(&env, &orders, &provider).await;

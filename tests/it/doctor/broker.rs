@@ -83,7 +83,7 @@ async fn broken_brokers_are_found(env: Arc<TestEnv>, broker: &Private, port: u16
 
 async fn policies_are_found(stack: &Stack, broker: &Private) {
     // What is unroutable goes there.
-    let channel = &stack.env.channel;
+    let channel = stack.env.channel();
     channel.queue_declare("lost".into(), QueueDeclareOptions::default(), FieldTable::default()).await.unwrap();
     let none = FieldTable::default();
     channel.queue_bind("lost".into(), "amq.fanout".into(), "".into(), Default::default(), none).await.unwrap();
@@ -122,12 +122,12 @@ async fn lost_and_stuck_messages_are_found(stack: &Stack, broker: &Private) {
     let finding = stack.found_in_time(Cause::Topology).await;
     assert!(finding.what.contains(&events) && finding.why.contains("every event is lost"), "{finding:?}");
     let (to, from) = ("lost", events.as_str());
-    env.channel.queue_bind(to.into(), from.into(), "#".into(), Default::default(), none).await.unwrap();
+    env.channel().queue_bind(to.into(), from.into(), "#".into(), Default::default(), none).await.unwrap();
     stack.wait_until_nothing_found("a queue bound").await;
     stack.sql("DELETE FROM event_outbox").await;
 
     let slot = env.settings.slots().all().last().expect("a slot");
-    assert_eq!(declare_slots(&env.names(), std::slice::from_ref(&slot), &env.broker).await.fault, None);
+    assert_eq!(declare_slots(&env.names(), std::slice::from_ref(&slot), env.broker()).await.fault, None);
     let stuck = BasicProperties::default().with_app_id("shop".into());
     env.publish_raw(&slot.binding.exchange, &slot.binding.routing_key, b"{}", stuck).await;
     wait_for("the message", async || env.depth(&slot.queue.name).await == 1).await;
@@ -155,9 +155,10 @@ fn text(text: &str) -> AMQPValue {
 async fn wrong_queues_are_found(stack: &Stack, broker: &Private) {
     let (env, names) = (&stack.env, stack.env.names());
     let lane = names.lane_queue(&Kind::ORDER, "2s", 1);
-    let delete = async || env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    let delete =
+        async || env.channel().queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     // What `order-timeout setup` does.
-    let set_up = async || stack.settings.topology().declare(&env.broker).await.unwrap();
+    let set_up = async || stack.settings.topology().declare(env.broker()).await.unwrap();
     delete().await;
     // A queue takes its bindings with it.
     assert!(stack.found(Cause::Topology).await.what.contains(&lane));
@@ -186,9 +187,9 @@ async fn wrong_queues_are_found(stack: &Stack, broker: &Private) {
             arguments.insert((*name).into(), if *name == differs.0 { differs.1.clone() } else { value.clone() });
         }
         let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-        env.channel.queue_declare(lane.as_str().into(), durable, arguments).await.unwrap();
+        env.channel().queue_declare(lane.as_str().into(), durable, arguments).await.unwrap();
         let (exchange, none) = (names.delay(), FieldTable::default());
-        let bound = env.channel.queue_bind(
+        let bound = env.channel().queue_bind(
             lane.as_str().into(),
             exchange.as_str().into(),
             "2s.1".into(),
@@ -205,7 +206,7 @@ async fn wrong_queues_are_found(stack: &Stack, broker: &Private) {
 
     let (queue, due) = (names.timeout(), names.due());
     let none = FieldTable::default();
-    env.channel.queue_unbind(queue.as_str().into(), due.as_str().into(), DUE_KEY.into(), none).await.unwrap();
+    env.channel().queue_unbind(queue.as_str().into(), due.as_str().into(), DUE_KEY.into(), none).await.unwrap();
     assert!(stack.found(Cause::Topology).await.fix.contains("order-timeout setup"));
     set_up().await;
     stack.assert_nothing_found("the binding declared").await;
@@ -214,7 +215,7 @@ async fn wrong_queues_are_found(stack: &Stack, broker: &Private) {
 async fn foreign_consumer_is_found(stack: &Stack) {
     let lane = stack.env.names().lane_queue(&Kind::ORDER, "2s", 0);
     for queue in [lane, stack.env.names().timeout()] {
-        let channel = stack.env.broker.create_channel().await.unwrap();
+        let channel = stack.env.broker().create_channel().await.unwrap();
         let (options, none) = (BasicConsumeOptions::default(), FieldTable::default());
         let consumer = channel.basic_consume(queue.as_str().into(), "foreign".into(), options, none).await.unwrap();
         let finding = stack.found(Cause::ForeignConsumers).await;

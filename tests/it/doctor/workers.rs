@@ -86,7 +86,7 @@ async fn kind_without_worker_is_found(stack: &Stack) {
     let kind = Kind::new("acceptance").unwrap();
     let mut settings = stack.settings.clone();
     settings.kinds.entry(kind.clone()).or_default();
-    settings.topology().declare(&stack.env.broker).await.unwrap();
+    settings.topology().declare(stack.env.broker()).await.unwrap();
     let worker = RunningWorker::start(settings.clone()).await;
     let report = async || examine(&settings, &stack.options).await;
     wait_for("a worker", async || report().await.problems().map(|problem| problem.cause).eq([Cause::KindNotServed]))
@@ -103,5 +103,5 @@ async fn kind_without_worker_is_found(stack: &Stack) {
     worker.stop().await;
     other.stop().await;
     let queue = stack.env.names().timeout_of(&kind);
-    stack.env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    stack.env.channel().queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
 }
