@@ -7,9 +7,10 @@ use std::time::Duration;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing, PublishError};
 use order_timeout_core::message::HEADER_TRACEPARENT;
 use order_timeout_providers::webhook::{Event, Webhook, WebhookError};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::value::RawValue;
 
-use crate::postgres::{Database, one_line};
+use crate::postgres::Database;
 
 /// The header of a request with the event's kind; as a header of a message it goes to no broker.
 pub(super) const HEADER_KIND: &str = "order-timeout-kind";
@@ -40,9 +41,6 @@ pub enum SendError {
     /// The webhook did not accept it.
     #[error(transparent)]
     Webhook(#[from] WebhookError),
-    /// The database did not take the notifications of a batch, for this reason.
-    #[error("events cannot be announced with NOTIFY: {0}")]
-    Notify(String),
 }
 
 impl SendError {
@@ -52,7 +50,6 @@ impl SendError {
         match self {
             Self::Broker(fault) => fault.is_message_specific(),
             Self::Webhook(fault) => fault.is_event_specific(),
-            Self::Notify(_) => false,
         }
     }
 
@@ -60,7 +57,7 @@ impl SendError {
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Broker(_) | Self::Notify(_) => None,
+            Self::Broker(_) => None,
             Self::Webhook(fault) => fault.retry_after(),
         }
     }
@@ -68,20 +65,23 @@ impl SendError {
 
 impl Destination {
     /// Sends messages; returns one result for each, in their order.
-    pub async fn send_all(&self, messages: Vec<Outgoing>) -> Vec<Result<(), SendError>> {
+    ///
+    /// # Errors
+    /// sqlx's, if the database did not take a batch of notifications.
+    pub async fn send_all(&self, messages: Vec<Outgoing>) -> Result<Vec<Result<(), SendError>>, sqlx::Error> {
         fn own<E: Into<SendError>>(results: Vec<Result<(), E>>) -> Vec<Result<(), SendError>> {
             results.into_iter().map(|result| result.map_err(Into::into)).collect()
         }
-        match self {
+        Ok(match self {
             Self::Broker(confirmed) => own(confirmed.publish_all(messages).await),
             Self::Webhook(webhook) => own(webhook.send_all(messages.into_iter().map(event).collect()).await),
             Self::Channel(database, channel) => {
                 let count = messages.len();
-                let notified = notify(database, channel, messages).await;
-                vec![notified.map_err(|error| SendError::Notify(one_line(&error))); count]
+                notify(database, channel, messages).await?;
+                vec![Ok(()); count]
             }
             Self::Nowhere => Vec::new(),
-        }
+        })
     }
 
     /// As traces name it (OpenTelemetry, `messaging.system`).
@@ -94,20 +94,34 @@ impl Destination {
     }
 }
 
-/// An event that is too long is announced without its payload, which is in its row.
+/// What a listener receives.
+#[derive(Serialize)]
+struct Notification {
+    /// One event is notified at least once, always with the same id.
+    id: String,
+    r#type: String,
+    routing_key: String,
+    /// As Postgres prints it, with every digit of an amount. An event that is too long is announced without its payload,
+    /// which is in its row.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    payload: Option<Box<RawValue>>,
+}
+
+fn notification(event: Outgoing) -> Result<String, sqlx::Error> {
+    let Outgoing { message_id: id, message_type: r#type, routing_key, body, .. } = event;
+    let json = |error: serde_json::Error| sqlx::Error::Decode(error.into());
+    let is_short = body.len() <= LONGEST_NOTIFIED_BYTES;
+    let payload = is_short.then(|| serde_json::from_slice(&body)).transpose().map_err(json)?;
+    serde_json::to_string(&Notification { id, r#type, routing_key, payload }).map_err(json)
+}
+
 async fn notify(database: &Database, channel: &str, events: Vec<Outgoing>) -> Result<(), sqlx::Error> {
     if events.is_empty() {
         return Ok(());
     }
-    let texts = events.into_iter().map(|event| {
-        let mut text = json!({"id": event.message_id, "type": event.message_type, "routing_key": event.routing_key});
-        if event.body.len() <= LONGEST_NOTIFIED_BYTES {
-            text["payload"] = serde_json::from_slice(&event.body).unwrap_or(Value::Null);
-        }
-        text.to_string()
-    });
+    let texts = events.into_iter().map(notification).collect::<Result<Vec<_>, _>>()?;
     let notify = sqlx::query("SELECT pg_notify($1, event) FROM unnest($2::text[]) AS event");
-    let notify = notify.bind(channel).bind(texts.collect::<Vec<_>>());
+    let notify = notify.bind(channel).bind(texts);
     database.run(async |connection| notify.execute(connection).await).await.map(drop)
 }
 

@@ -68,8 +68,8 @@ pub enum Receiver {
     Exchange(String),
     /// The webhook on this host.
     Webhook(String),
-    /// The sessions that listen in Postgres, if any.
-    Listeners,
+    /// The sessions that listen on this channel of Postgres; there is none if it is empty.
+    Channel(String),
 }
 
 impl EventRelay {
@@ -97,7 +97,7 @@ impl EventRelay {
             "" => Destination::Nowhere,
             channel => Destination::Channel(database.clone(), channel.to_owned()),
         };
-        Self::to(destination, Receiver::Listeners, database, batch_size, keep)
+        Self::to(destination, Receiver::Channel(channel.to_owned()), database, batch_size, keep)
     }
 
     /// Sends events to a webhook, [`webhook::BATCH_SIZE`] of them at once, or `batch_size` if that is less.
@@ -147,7 +147,7 @@ fn message(receiver: &Receiver, contexts: &HashMap<OrderOfKind, String>, row: &P
             headers.push(envelope::text_header(HEADER_KIND, kind));
             host
         }
-        Receiver::Listeners => "NOTIFY",
+        Receiver::Channel(channel) => channel,
     };
     Ok(Outgoing {
         exchange: exchange.to_owned(),

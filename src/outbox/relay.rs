@@ -1,4 +1,5 @@
-//! From an outbox table to the broker, a webhook, or a channel of Postgres: unsent rows are sent, confirmed, and only then marked as sent.
+//! From an outbox table to the broker, a webhook, or a channel of Postgres: unsent rows are sent, confirmed, and only then
+//! marked as sent.
 //!
 //! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
 //! advisory lock. No transaction is open while the broker confirms. What a row means is defined by its outbox.
@@ -335,7 +336,7 @@ impl Outbox {
                 None => settled.push(id),
             }
         }
-        let answers = self.destination.send_all(messages).await;
+        let answers = self.destination.send_all(messages).await?;
         if let Some((_, traces)) = &self.traces {
             traced.export(traces, &answers);
         }

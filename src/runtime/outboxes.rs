@@ -333,7 +333,7 @@ impl RefusedEvents {
                 format!("events cannot be published to the exchange {exchange}, {waiting} wait: {}", with_causes(other))
             }
             // The database takes them all, or none.
-            (Receiver::Listeners, _) => return None,
+            (Receiver::Channel(_), _) => return None,
             (Receiver::Webhook(host), other) => format!(
                 "the receiver of announce.webhook at {host} refuses events, {waiting} wait and are retried at most 5 minutes apart: {}; read its log for their webhook-id, which is the id in event_outbox",
                 with_causes(other)

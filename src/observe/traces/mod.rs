@@ -109,7 +109,7 @@ pub struct Published {
     pub message_type: String,
     /// Its message id.
     pub message_id: String,
-    /// The exchange, or the webhook's host.
+    /// The exchange, the webhook's host, or the channel.
     pub exchange: String,
 }
 
