@@ -13,6 +13,8 @@ const FEW_SWEPT: u64 = 3;
 const SWEPT_OF: u64 = 20;
 /// After this long without such a close it is over, if an alarm has closed an order since.
 const OVER_AFTER: Duration = Duration::from_secs(8);
+/// After this long it is over in any case: longer than from one order to the next where there is one a minute.
+const OVER_AFTER_SILENCE: Duration = Duration::from_secs(90);
 
 /// Closes of one second.
 #[derive(Debug, Clone, Copy)]
@@ -53,9 +55,13 @@ impl SweepWatch {
         }
         let last_swept = self.last_swept?;
         let arrives_again = self.last_by_alarm.is_some_and(|by_alarm| by_alarm > last_swept);
-        if arrives_again && now.duration_since(last_swept) > OVER_AFTER {
+        let longest_silence = if arrives_again { OVER_AFTER } else { OVER_AFTER_SILENCE };
+        if now.duration_since(last_swept) > longest_silence {
             // What is over must not count again with the next order whose alarm was parked.
-            self.seconds.clear();
+            self.seconds
+                .iter_mut()
+                .for_each(|second| (second.closed, second.swept) = (second.closed - second.swept, 0));
+            self.last_swept = None;
             return None;
         }
         let sum = |of: fn(&Second) -> u64| self.seconds.iter().map(of).sum::<u64>();
@@ -97,11 +103,11 @@ mod tests {
     }
 
     #[test]
-    fn without_orders_it_ends_after_ten_minutes() {
+    fn without_orders_it_ends_by_itself() {
         let (mut watch, began) = (SweepWatch::default(), Instant::now());
         watch.closed(9, 0, began);
-        assert!(watch.why(after(began, 599)).is_some());
-        assert_eq!(watch.why(after(began, 601)), None);
+        assert!(watch.why(after(began, 89)).is_some());
+        assert_eq!(watch.why(after(began, 91)), None);
     }
 
     #[test]
@@ -109,6 +115,18 @@ mod tests {
         let (mut watch, began) = (SweepWatch::default(), Instant::now());
         (0..3).for_each(|minute| watch.closed(1, 0, after(began, 60 * minute)));
         assert!(watch.why(after(began, 120)).is_some());
+    }
+
+    #[test]
+    fn closes_by_alarm_count_after_it_is_over() {
+        let (mut watch, began) = (SweepWatch::default(), Instant::now());
+        watch.closed(9, 0, began);
+        watch.closed(0, 100, after(began, 1));
+        (9..60).for_each(|second| assert_eq!(watch.why(after(began, second)), None));
+        watch.closed(3, 0, after(began, 60));
+        assert_eq!(watch.why(after(began, 60)), None, "3 of 103");
+        watch.closed(3, 0, after(began, 61));
+        assert!(watch.why(after(began, 61)).is_some_and(|why| why.contains("6 of 106")));
     }
 
     #[test]
