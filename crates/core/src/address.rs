@@ -377,13 +377,21 @@ fn folded(text: &str) -> String {
     text.to_ascii_lowercase().replace('-', "_").replace('\\', "")
 }
 
+/// Whether folded `options` set this name: it is not the end of a longer one, such as `deadlock_timeout`.
+fn is_set(options: &str, name: &str) -> bool {
+    options.match_indices(&format!("{name}=")).any(|(at, _)| {
+        let before = &options[..at];
+        // `-c` or `--`, folded, or a space.
+        let is_longer = before.ends_with(|c: char| c == '_' || c == '.' || c.is_ascii_alphanumeric());
+        !is_longer || before.ends_with("_c") || before.ends_with("__")
+    })
+}
+
 /// Refuses a server setting that a setting of ours governs, as a parameter, in `options[name]`, or set in `options`.
 fn refuse_what_a_setting_governs(name: &str, value: &str) -> Result<(), AddressError> {
     let (name, value) = (folded(name), folded(value));
     let is_governed = |governed: &str| {
-        name == governed
-            || name == format!("options[{governed}]")
-            || (name == "options" && value.contains(&format!("{governed}=")))
+        name == governed || name == format!("options[{governed}]") || (name == "options" && is_set(&value, governed))
     };
     match POSTGRES_INSTEAD.iter().find(|(governed, _)| is_governed(governed)) {
         Some((governed, _)) => Err(not_a_parameter(governed, &POSTGRES_INSTEAD)),

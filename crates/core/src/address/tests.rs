@@ -172,6 +172,7 @@ fn refuses_parameters_that_settings_govern() {
         postgres("postgres://h/d?options=-csearch_path%3Dorder_timeout&options[application_name]=lock_timeout").is_ok()
     );
     assert!(postgres("postgres://h/d?options=-c+search_path%3Dlock_timeout").is_ok());
+    assert!(postgres("postgres://h/d?options=-c+deadlock_timeout%3D1s+-cshop.lock_timeout%3D1").is_ok());
 }
 
 /// Every byte percent-encoded.
