@@ -1,5 +1,6 @@
 //! `order-timeout late list | settle`: money that paid for nothing, and what becomes of it.
 
+use anyhow::Context;
 use clap::{Args, Subcommand};
 use order_timeout_core::kind::Kind;
 use serde_json::json;
@@ -151,7 +152,13 @@ async fn settle(database: &Database, args: &SettleArgs, operator: &Operator) -> 
         });
         return Ok(output);
     }
-    let settled = late_payments::refund_due(database, &ids, operator).await?;
+    // A given list is settled as a whole, or not at all.
+    let at_once = if args.which.all { late_payments::MOST_AT_ONCE } else { ids.len().max(1) };
+    let mut settled = Vec::new();
+    for batch in ids.chunks(at_once) {
+        let done = late_payments::refund_due(database, batch, operator).await;
+        settled.extend(done.with_context(|| format!("{} payment(s) are settled, and the rest is not", settled.len()))?);
+    }
     let others: Vec<i64> = ids.into_iter().filter(|id| !settled.contains(id)).collect();
     // One of all that is settled by another session meanwhile is no fault of this command line.
     output.code = u8::from(!others.is_empty() && !args.which.all);

@@ -365,13 +365,13 @@ pub enum Command {
     Forecast(forecast::ForecastArgs),
     /// Give an unpaid order, or all that a condition chooses, more time, or less
     Deadline(deadline::DeadlineArgs),
-    /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
+    /// Close overdue unpaid orders by hand, through the same statement as the worker
     Close(close::CloseArgs),
     /// Close no order until `resume`, in any worker: alarms wait in the broker
     Pause(pause::PauseArgs),
     /// End a pause, also one that the brake began; everything that is due is closed then
     Resume(pause::ResumeArgs),
-    /// Print the broker's objects as a definitions file, or delete empty slots of the wheel
+    /// Print the broker's objects as a definitions file
     Topology(topology::TopologyArgs),
     /// List alarms that could not be processed, retry them, or drop them
     #[command(subcommand)]

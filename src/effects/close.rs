@@ -91,7 +91,7 @@ impl Closer {
         self.judge(&ids, answers).await
     }
 
-    /// The same by hand, in a transaction that says who asked for it and why.
+    /// The same by hand, in a transaction that says who asked for it and why. Waits for locks.
     ///
     /// # Errors
     /// As of [`Self::close`].
@@ -99,16 +99,12 @@ impl Closer {
         &self,
         operator: &Operator,
         ids: &[OrderId],
-        waits_for_locks: bool,
     ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
         let ids = sorted(ids);
         let work = async |connection: &mut PgConnection| {
             let mut transaction = sqlx::Connection::begin(connection).await?;
             operator.name_in_transaction(&mut transaction).await?;
-            if self.lacks_lock_parameter(waits_for_locks) {
-                shorten_lock_timeout(&mut transaction).await?;
-            }
-            let found = self.run(&mut transaction, &ids, ClosedBy::Manual, waits_for_locks).await?;
+            let found = self.run(&mut transaction, &ids, ClosedBy::Manual, true).await?;
             transaction.commit().await?;
             Ok(found)
         };

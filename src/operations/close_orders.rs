@@ -38,7 +38,7 @@ pub async fn close_each(
             closed.paused = Some(paused);
             break;
         }
-        match closer.close_for(operator, std::slice::from_ref(id), true).await {
+        match closer.close_for(operator, std::slice::from_ref(id)).await {
             Ok(found) => closed.findings.extend(found),
             Err(fault) => drop(closed.findings.insert(id.clone(), Err(fault))),
         }

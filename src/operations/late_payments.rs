@@ -16,8 +16,8 @@ use super::orders_table::due::Money;
 use super::{Page, unresolved};
 use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
-/// Pieces that one statement settles: it locks their rows.
-const MOST_AT_ONCE: usize = 400;
+/// Pieces that one statement should settle at most: it locks their rows.
+pub const MOST_AT_ONCE: usize = 400;
 
 /// A piece of money that paid for nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
@@ -132,19 +132,15 @@ const REFUND_DUE: &str = "
     )
     SELECT s.id FROM settled s ORDER BY s.id";
 
-/// Settles these as due to be given back, and announces each. Returns those that were open.
+/// Settles these as due to be given back, and announces each: all or none. Returns those that were open.
 ///
 /// # Errors
-/// [`DatabaseError`]; those of the batches before are settled.
+/// [`DatabaseError`]; none is settled then.
 pub async fn refund_due(database: &Database, ids: &[i64], operator: &Operator) -> Result<Vec<i64>, DatabaseError> {
-    let mut settled = Vec::new();
-    for batch in ids.chunks(MOST_AT_ONCE) {
-        let settle = sqlx::query_scalar::<_, i64>(REFUND_DUE);
-        let settle = settle.bind(batch).bind(&operator.who).bind(&operator.why).bind(operator.run);
-        let done = database.run(async |connection: &mut PgConnection| settle.fetch_all(connection).await).await;
-        settled.extend(done.map_err(|error| unavailable(&error))?);
-    }
-    Ok(settled)
+    let settle = sqlx::query_scalar::<_, i64>(REFUND_DUE);
+    let settle = settle.bind(ids).bind(&operator.who).bind(&operator.why).bind(operator.run);
+    let settled = database.run(async |connection: &mut PgConnection| settle.fetch_all(connection).await).await;
+    settled.map_err(|error| unavailable(&error))
 }
 
 /// The pieces that are open.

@@ -203,7 +203,7 @@ async fn move_batch(database: &Database, batch: &[OrderId], request: &Move) -> B
     match move_deadlines(database, batch, request).await {
         Ok(moved) => {
             let outcome = |id: &OrderId| moved.iter().find(|order| order.order_id == *id).map(|order| order.outcome);
-            Ok(batch.iter().map(|id| (id.clone(), outcome(id).unwrap_or(MoveOutcome::Unknown).as_str())).collect())
+            Ok(batch.iter().map(|id| outcome(id).unwrap_or(MoveOutcome::Unknown).as_str()).collect())
         }
         Err(error) => Err(scope(database, request, &error).await),
     }

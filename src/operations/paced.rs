@@ -35,7 +35,7 @@ pub enum BatchError {
 }
 
 /// The outcome of each order of a batch; an order may be left out.
-pub type BatchOutcomes = Result<Vec<(OrderId, &'static str)>, BatchError>;
+pub type BatchOutcomes = Result<Vec<&'static str>, BatchError>;
 
 /// What became of many orders.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -162,7 +162,7 @@ fn take(batch: &[OrderId], is_last: bool, outcomes: BatchOutcomes, progress: &mu
         }
         Ok(outcomes) => {
             progress.left = progress.left.saturating_sub(outcomes.len());
-            outcomes.into_iter().for_each(|(_, outcome)| progress.note(outcome));
+            outcomes.into_iter().for_each(|outcome| progress.note(outcome));
         }
     }
 }
@@ -175,8 +175,8 @@ mod tests {
         (0..count).map(|number| OrderId::new(number.to_string()).unwrap()).collect()
     }
 
-    fn all(batch: &[OrderId], outcome: &'static str) -> Vec<(OrderId, &'static str)> {
-        batch.iter().map(|id| (id.clone(), outcome)).collect()
+    fn all(batch: &[OrderId], outcome: &'static str) -> Vec<&'static str> {
+        vec![outcome; batch.len()]
     }
 
     async fn run(count: usize, change: impl AsyncFnMut(&[OrderId]) -> BatchOutcomes) -> Progress {

@@ -97,7 +97,7 @@ pub fn one_line(error: &sqlx::Error) -> String {
     sanitize::one_line(&words(error)).into_owned()
 }
 
-/// The sentence for an operator about rows that cannot be read or changed. What failed has changed nothing.
+/// The sentence for an operator about rows that cannot be read or changed.
 #[must_use]
 pub fn unusable(what: &str, error: &sqlx::Error) -> DatabaseError {
     let fix = match classify(error) {
