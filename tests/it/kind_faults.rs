@@ -124,7 +124,7 @@ fn kind_without_worker_is_named() {
         let mut settings = env.settings.clone();
         settings.kinds.get_mut(&kind("acceptance")).unwrap().table = None;
         let orders = RunningWorker::start(settings).await;
-        let named = "degraded: kind_not_served: kind acceptance: no live worker serves";
+        let named = "degraded: kind_not_served: kind acceptance: no worker serves";
         wait_for("the cause", async || says(&orders, named).await).await;
         let mut settings = env.settings.clone();
         settings.worker.kinds = vec![kind("acceptance")];

@@ -78,7 +78,7 @@ fn session_mode_needs_no_configuration() {
         assert!(code == 0 && said.contains("up to date"), "{said}{error}");
         assert_eq!(
             session_settings(&settings).await[..6],
-            ["5s", "200ms", "5s", "off", "force_generic_plan", "off"],
+            ["20s", "200ms", "20s", "off", "force_generic_plan", "off"],
             "as without a pooler"
         );
         assert_closes(&env, settings).await;
@@ -96,7 +96,7 @@ fn dropped_options_are_set_again() {
         let there = "SELECT count(*) FROM pg_tables WHERE schemaname = 'owners_schema' AND tablename = 'orders'";
         assert_eq!(env.count(there).await, 1, "the tables are in the schema that the address names");
         let found = session_settings(&settings).await;
-        assert_eq!((found[0].as_str(), found[6].as_str()), ("5s", "owners_schema"));
+        assert_eq!((found[0].as_str(), found[6].as_str()), ("20s", "owners_schema"));
         assert_closes(&env, with_url(&env, pooler.url_of(&env.settings.database.url))).await;
     });
 }
