@@ -7,16 +7,14 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, BasicRejectOptions};
 use order_timeout::Settings;
-use order_timeout::http::READYZ;
 use order_timeout_core::message::Alarm;
 use order_timeout_testkit::away::{meanwhile, on_private_broker_with, schedule};
-use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::degraded::{wait_until_cured, wait_until_named, why_degraded};
+use order_timeout_testkit::figures::{Figures, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_promised};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// How soon a cause must be named, and no longer named after its cure.
-const NOTICED_WITHIN: Duration = Duration::from_secs(15);
 /// A pattern for the names of all delay queues.
 const DELAY_QUEUES: &str = r"\.(wheel|delay)\.";
 
@@ -24,23 +22,6 @@ const DELAY_QUEUES: &str = r"\.(wheel|delay)\.";
 fn with_sweep(settings: &mut Settings) {
     serve_http(settings);
     settings.sweep.grace = SECOND / 2;
-}
-
-async fn why_degraded(worker: &RunningWorker, cause: &str) -> Option<String> {
-    let (status, page) = get(worker, READYZ).await;
-    let line = format!("degraded: {cause}: ");
-    page.lines().find(|found| status == 200 && found.starts_with(&line)).map(str::to_owned)
-}
-
-async fn wait_until_named(worker: &RunningWorker, cause: &str) -> String {
-    wait_promised(NOTICED_WITHIN, cause, async || why_degraded(worker, cause).await.is_some()).await;
-    why_degraded(worker, cause).await.unwrap_or_default()
-}
-
-async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
-    let began = Instant::now();
-    wait_promised(NOTICED_WITHIN, "no cause any more", async || why_degraded(worker, cause).await.is_none()).await;
-    println!("{cause} was cured after {:?}", began.elapsed());
 }
 
 /// Re-arms in a second while the policy lasts, once all alarms have come back early twice.
@@ -70,8 +51,9 @@ fn harmful_policies_are_named_and_slowed() {
             meanwhile(|| broker.ctl(&["set_policy", "harmful", queues, definition, "--apply-to", "queues"]));
             let before = Figures::of(&worker).await.get("alarms_returned_early_total");
             schedule(&env, &publisher, 30, 600 * SECOND).await;
-            let why = wait_until_named(&worker, "alarms_circulate").await;
-            assert!(why.contains(part) && why.contains("order-timeout doctor"), "{why}");
+            wait_until_named(&worker, "alarms_circulate", part).await;
+            let (_, why) = why_degraded(&worker, "alarms_circulate").await;
+            assert!(why.as_ref().is_some_and(|why| why.contains("order-timeout doctor")), "{why:?}");
             wait_for("early returns of all", async || {
                 Figures::of(&worker).await.get("alarms_returned_early_total") >= before + 90.0
             })
@@ -98,7 +80,7 @@ fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration
         let publisher = env.publisher().await;
         schedule(&env, &publisher, alarms, delay).await;
         // Each alarm returns twice before it waits for a token, which takes long on a busy machine.
-        let named = async || why_degraded(&worker, "alarms_circulate").await.is_some();
+        let named = async || why_degraded(&worker, "alarms_circulate").await.1.is_some();
         wait_promised(45 * SECOND, "the cause", named).await;
         let few = async || rearms_per_second(&worker).await <= 11.0;
         wait_promised(45 * SECOND, "few re-arms", few).await;

@@ -4,7 +4,7 @@
 //! and the cause is gone within fifteen seconds.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
@@ -16,49 +16,18 @@ use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::problem::Cause;
 use order_timeout_testkit::away::consumers;
+use order_timeout_testkit::degraded::{NAMED_WITHIN, wait_until_cured, wait_until_named, why_degraded};
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::skip::skipped;
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_promised};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, wait_promised};
 use tokio::task::JoinHandle;
 
-/// How soon a worker must name a cause, and stop naming it after the cure.
-const NAMED_WITHIN: Duration = Duration::from_secs(15);
 /// Serves the worker's pages, and uses the default grace of the sweep.
 fn pages_and_sweep(settings: &mut Settings) {
     serve_http(settings);
     settings.sweep.grace = Duration::from_millis(500);
-}
-
-/// Whether the worker is ready, and the sentence of this cause if `/readyz` names it.
-async fn why(worker: &RunningWorker, cause: &str) -> (bool, Option<String>) {
-    let (status, text) = get(worker, READYZ).await;
-    let beginning = format!("degraded: {cause}: ");
-    (status == 200, text.lines().find_map(|line| line.strip_prefix(&beginning)).map(str::to_owned))
-}
-
-async fn metric(worker: &RunningWorker, cause: &str) -> f64 {
-    Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}"))
-}
-
-/// Waits until a worker that is ready names the cause. It may be not ready for a moment: RabbitMQ may end a session with an
-/// internal error when a policy is set, and the machine may stall.
-async fn wait_until_named(worker: &RunningWorker, cause: &str, within: Duration, part: &str) -> Duration {
-    let began = Instant::now();
-    wait_promised(within, &format!("{cause} with {part:?}"), async || {
-        let is_named = matches!(why(worker, cause).await, (true, Some(why)) if why.contains(part));
-        is_named && metric(worker, cause).await == 1.0
-    })
-    .await;
-    began.elapsed()
-}
-
-async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
-    wait_promised(NAMED_WITHIN, &format!("no {cause}"), async || {
-        why(worker, cause).await == (true, None) && metric(worker, cause).await == 0.0
-    })
-    .await;
 }
 
 /// Creates and schedules some orders each second, until the task is aborted.
@@ -98,7 +67,7 @@ fn unbound_processing_queue_is_named_and_bound() {
         let ordering = keep_ordering(&env, Duration::from_secs(3));
         wait_for("a close by alarm", async || closed_by(&env, "alarm").await > 0).await;
         unbind_due(&env).await;
-        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "closed without their alarms").await;
+        wait_until_named(&worker, "alarms_not_arriving", "closed without their alarms").await;
         let before = closed_by(&env, "alarm").await;
         wait_for("closes by alarm again", async || closed_by(&env, "alarm").await > before + 5).await;
         wait_promised(NAMED_WITHIN, "nothing degraded", async || get(&worker, READYZ).await.1 == "ready\n").await;
@@ -113,7 +82,7 @@ fn deleted_delay_queue_is_named_and_declared() {
         let worker = env.worker().await;
         let lane = format!("{}.delay.2s.1", env.settings.namespace);
         env.channel().queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-        wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
+        wait_until_named(&worker, "topology", &format!("{lane:?}")).await;
         wait_until_cured(&worker, "topology").await;
         assert_eq!(env.depth(&lane).await, 0, "it exists");
         worker.stop().await;
@@ -134,10 +103,10 @@ fn orders_without_alarms_are_named() {
         let worker = env.worker().await;
         // What is overdue when a worker starts is no fault of the broker.
         have_orders_swept(&env).await;
-        assert_eq!(why(&worker, "alarms_not_arriving").await.1, None);
+        assert_eq!(why_degraded(&worker, "alarms_not_arriving").await.1, None);
         wait_for("the cause", async || {
             have_orders_swept(&env).await;
-            why(&worker, "alarms_not_arriving")
+            why_degraded(&worker, "alarms_not_arriving")
                 .await
                 .1
                 .is_some_and(|why| why.contains("schedule an alarm for every order"))
@@ -166,8 +135,7 @@ fn lane_declared_as_classic_is_named() {
         env.channel().queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         let durable = QueueDeclareOptions { durable: true, ..Default::default() };
         env.channel().queue_declare(lane.as_str().into(), durable, FieldTable::default()).await.unwrap();
-        wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("queue {lane:?} exists with other arguments"))
-            .await;
+        wait_until_named(&worker, "topology", &format!("queue {lane:?} exists with other arguments")).await;
         env.channel().queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_until_cured(&worker, "topology").await;
         assert_eq!(env.depth(&lane).await, 0, "it exists");
@@ -217,7 +185,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
         publish_malformed_death(&env).await;
         let before = closed_by(&env, "sweep").await;
         wait_for("a close by the sweep", async || closed_by(&env, "sweep").await > before).await;
-        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, "closed without their alarms").await;
+        wait_until_named(&worker, "alarms_not_arriving", "closed without their alarms").await;
 
         // As docs/operating/troubleshoot.md says under "Dead-lettering has stopped".
         let poisoned = env.names().lane_queue(&Kind::ORDER, "2s", 0);
@@ -247,7 +215,7 @@ fn new_slots_are_not_called_broken() {
             env.deliver(&env.orders(1, Duration::from_secs(50 * minutes)).await).await;
         }
         wait_for("every alarm in its slot", async || {
-            assert_eq!(why(&worker, "slot_not_confirming").await.1, None);
+            assert_eq!(why_degraded(&worker, "slot_not_confirming").await.1, None);
             env.depth_of_all("wheel.").await == 20
         })
         .await;
@@ -261,8 +229,8 @@ fn full_vhost_is_named() {
         let worker = env.worker().await;
         ctl(&broker, &["set_vhost_limits", r#"{"max-queues": 1}"#]).await;
         env.deliver(&env.orders(1, Duration::from_secs(200)).await).await;
-        wait_until_named(&worker, "topology", NAMED_WITHIN, "queue limit").await;
-        let sentence = why(&worker, "topology").await.1.expect("named");
+        wait_until_named(&worker, "topology", "queue limit").await;
+        let sentence = why_degraded(&worker, "topology").await.1.expect("named");
         let for_cure = broker.clone();
         tokio::task::spawn_blocking(move || for_cure.run_printed(&sentence)).await.unwrap();
         wait_until_cured(&worker, "topology").await;

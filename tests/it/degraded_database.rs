@@ -11,6 +11,7 @@ use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::away::{meanwhile, on_private_broker_with, on_private_database};
+use order_timeout_testkit::degraded::{NAMED_WITHIN, wait_until_cured, wait_until_named, why_degraded};
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{order_timeout, run};
@@ -19,7 +20,6 @@ use secrecy::ExposeSecret;
 use sqlx::{AssertSqlSafe, PgPool};
 
 /// How soon a cause must be named, and no longer named after its cure.
-const SOON: Duration = Duration::from_secs(15);
 const SECOND: Duration = Duration::from_secs(1);
 
 /// One row of a table of faults: the SQL that breaks, a part of the sentence that names it, and the SQL that cures.
@@ -38,35 +38,8 @@ async fn execute(pool: &PgPool, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(pool).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
 }
 
-/// Whether the worker is ready, and the sentence of this cause if `/readyz` names it. A worker may be not ready for a moment
-/// because the machine stalls.
-async fn why(worker: &RunningWorker, cause: &str) -> (bool, Option<String>) {
-    let (status, text) = get(worker, READYZ).await;
-    let beginning = format!("degraded: {cause}: ");
-    (status == 200, text.lines().find_map(|line| line.strip_prefix(&beginning)).map(str::to_owned))
-}
-
-async fn metric(worker: &RunningWorker, cause: &str) -> f64 {
-    Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}"))
-}
-
 async fn wait_until_ready(worker: &RunningWorker) {
     wait_for("a worker that is ready", async || get(worker, READYZ).await == (200, "ready\n".into())).await;
-}
-
-async fn wait_until_named(worker: &RunningWorker, cause: &str, says: &str) {
-    wait_promised(SOON, &format!("{cause}, which says {says:?}"), async || {
-        let is_named = matches!(why(worker, cause).await, (true, Some(why)) if why.contains(says));
-        is_named && metric(worker, cause).await == 1.0
-    })
-    .await;
-}
-
-async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
-    wait_promised(SOON, &format!("no {cause}"), async || {
-        why(worker, cause).await == (true, None) && metric(worker, cause).await == 0.0
-    })
-    .await;
 }
 
 /// Breaks, waits until the cause is named, cures, and waits until it is gone; one fault after the other.
@@ -228,7 +201,7 @@ fn read_only_database_is_named() {
         };
         execute(&env.pool, &read_only("on")).await;
         let page = async || get(&worker, READYZ).await.1;
-        wait_promised(SOON, "read_only", async || {
+        wait_promised(NAMED_WITHIN, "read_only", async || {
             page().await.contains("degraded: read_only: the database accepts no writes")
         })
         .await;
@@ -237,7 +210,7 @@ fn read_only_database_is_named() {
         // The pool may return a connection that was terminated.
         let cured = async || sqlx::raw_sql(AssertSqlSafe(read_only("off"))).execute(&env.pool).await.is_ok();
         wait_for("the cure", cured).await;
-        wait_promised(SOON, "no read_only", async || !page().await.contains("read_only")).await;
+        wait_promised(NAMED_WITHIN, "no read_only", async || !page().await.contains("read_only")).await;
         wait_until_ready(&worker).await;
         worker.stop().await;
     });
@@ -266,7 +239,7 @@ fn standby_is_named_and_never_relays() {
         }
         relay.stop().await;
         meanwhile(|| standby.promote());
-        wait_promised(SOON, "no read_only", async || !get(&worker, READYZ).await.1.contains("read_only")).await;
+        wait_promised(NAMED_WITHIN, "no read_only", async || !get(&worker, READYZ).await.1.contains("read_only")).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
         worker.stop().await;
     });
@@ -285,7 +258,7 @@ fn disagreeing_workers_are_named() {
             wait_until_named(one, "workers_disagree", "delay.lead").await;
         }
         let pid = format!("(pid {})", std::process::id());
-        assert!(why(&worker, "workers_disagree").await.1.unwrap().contains(&pid));
+        assert!(why_degraded(&worker, "workers_disagree").await.1.unwrap().contains(&pid));
         other.stop().await;
         wait_until_cured(&worker, "workers_disagree").await;
 
@@ -530,7 +503,7 @@ fn paid_orders_found_overdue_are_left_alone() {
                 .replace("AS $$", "AS $$ SELECT nextval('public.looks');");
         execute(&env.pool, &counting).await;
         // A pass through this many orders takes long.
-        wait_for("the contradiction", async || why(&worker, "orders_contract").await.1.is_some()).await;
+        wait_for("the contradiction", async || why_degraded(&worker, "orders_contract").await.1.is_some()).await;
         let closes = "SELECT last_value FROM public.closes";
         let looks = "SELECT last_value FROM public.looks";
         // They back off for longer each time.

@@ -9,18 +9,18 @@ use order_timeout_client::postgres::{self, Moved};
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, with_parts};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, unreachable, wait_for};
 use serde_json::Value;
 use sqlx::postgres::PgListener;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// As in a configuration that names no broker: no process listens on the discard port.
+/// As in a configuration that names no broker.
 pub fn without_broker(settings: &Settings) -> Settings {
     let mut settings = settings.clone();
     settings.delay.strategy = Strategy::Database;
     settings.sweep.grace = Settings::defaults().sweep.grace;
-    settings.amqp.url = with_parts(&settings.amqp.url, None, Some("127.0.0.1:9"), None);
+    settings.amqp.url = unreachable(&settings.amqp.url);
     settings
 }
 

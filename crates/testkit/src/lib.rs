@@ -7,6 +7,7 @@
 
 pub mod away;
 pub mod checkout;
+pub mod degraded;
 pub mod figures;
 pub mod frames;
 pub mod ledger;
@@ -214,7 +215,7 @@ pub fn with_parts(url: &SecretString, user: Option<&str>, host: Option<&str>, pa
 }
 
 /// The address of a broker with a port on which no process listens, the discard port.
-fn unreachable(broker: &SecretString) -> SecretString {
+pub fn unreachable(broker: &SecretString) -> SecretString {
     with_parts(broker, None, Some("127.0.0.1:9"), None)
 }
 

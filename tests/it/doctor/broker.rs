@@ -15,7 +15,7 @@ use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::paths::{repository, scratch_folder};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{WorkerProcess, call_with};
-use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_parts};
+use order_timeout_testkit::{TIMEOUT, TestEnv, unreachable, wait_for, with_parts};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
@@ -76,7 +76,7 @@ async fn broken_brokers_are_found(env: Arc<TestEnv>, broker: &Private, port: u16
     foreign_consumer_is_found(&stack).await;
     wrong_accounts_are_found(&stack, broker).await;
     healthy_stack_has_no_finding(&stack, port).await;
-    stack.settings.amqp.url = with_parts(&stack.settings.amqp.url, None, Some("127.0.0.1:9"), None);
+    stack.settings.amqp.url = unreachable(&stack.settings.amqp.url);
     stack.options.management = None;
     stack.found(Cause::Broker).await;
 }
