@@ -9,7 +9,7 @@ use uuid::Uuid;
 use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, ListOptions, UsageError, connect};
 use crate::config::Settings;
-use crate::operations::late_payments::{self, LatePayment, ReopenError};
+use crate::operations::late_payments::{self, LatePayment, Refunded, ReopenError};
 use crate::postgres::{Database, Operator};
 
 /// What to do with late money.
@@ -154,20 +154,22 @@ async fn settle(database: &Database, args: &SettleArgs, operator: &Operator) -> 
     }
     // A given list is settled as a whole, or not at all.
     let at_once = if args.which.all { late_payments::MOST_AT_ONCE } else { ids.len().max(1) };
-    let mut settled = Vec::new();
+    let mut all = Refunded::default();
     for batch in ids.chunks(at_once) {
         let done = late_payments::refund_due(database, batch, operator).await;
-        settled.extend(done.with_context(|| format!("{} payment(s) are settled, and the rest is not", settled.len()))?);
+        let done =
+            done.with_context(|| format!("{} payment(s) are settled, and the rest is not", all.settled.len()))?;
+        all.settled.extend(done.settled);
+        all.not_open.extend(done.not_open);
     }
-    let others: Vec<i64> = ids.into_iter().filter(|id| !settled.contains(id)).collect();
     // One of all that is settled by another session meanwhile is no fault of this command line.
-    output.code = u8::from(!others.is_empty() && !args.which.all);
+    output.code = u8::from(!all.not_open.is_empty() && !args.which.all);
     if args.json {
-        output.line(json!({ "settled": settled, "not_open": others }));
+        output.line(json!(all));
         return Ok(output);
     }
-    output.line(format!("{} payment(s) are to be given back", settled.len()));
-    for id in others {
+    output.line(format!("{} payment(s) are to be given back", all.settled.len()));
+    for id in all.not_open {
         output.line(format!("late payment {id} is not open; `order-timeout late list --all` shows what became of it"));
     }
     Ok(output)

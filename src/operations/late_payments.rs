@@ -132,15 +132,26 @@ const REFUND_DUE: &str = "
     )
     SELECT s.id FROM settled s ORDER BY s.id";
 
-/// Settles these as due to be given back, and announces each: all or none. Returns those that were open.
+/// What became of the payments.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Refunded {
+    /// They are to be given back; each is announced once.
+    pub settled: Vec<i64>,
+    /// They were settled before, or do not exist.
+    pub not_open: Vec<i64>,
+}
+
+/// Settles these as due to be given back, and announces each: all or none.
 ///
 /// # Errors
 /// [`DatabaseError`]; none is settled then.
-pub async fn refund_due(database: &Database, ids: &[i64], operator: &Operator) -> Result<Vec<i64>, DatabaseError> {
+pub async fn refund_due(database: &Database, ids: &[i64], operator: &Operator) -> Result<Refunded, DatabaseError> {
     let settle = sqlx::query_scalar::<_, i64>(REFUND_DUE);
     let settle = settle.bind(ids).bind(&operator.who).bind(&operator.why).bind(operator.run);
     let settled = database.run(async |connection: &mut PgConnection| settle.fetch_all(connection).await).await;
-    settled.map_err(|error| unavailable(&error))
+    let settled = settled.map_err(|error| unavailable(&error))?;
+    let not_open = ids.iter().filter(|id| !settled.contains(id)).copied().collect();
+    Ok(Refunded { settled, not_open })
 }
 
 /// The pieces that are open.

@@ -9,7 +9,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use order_timeout_core::kind::Kind;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use tracing::info;
 use utoipa::{IntoParams, ToSchema};
 
@@ -20,7 +20,7 @@ use super::described::{NameOrReason, PageSize, integers};
 use super::extract::{Body, InPath, Parameters, WithToken};
 use super::reads::json;
 use crate::operations::Page;
-use crate::operations::late_payments::{self, LatePayment, ReopenedOrder};
+use crate::operations::late_payments::{self, LatePayment, Refunded, ReopenedOrder};
 use crate::postgres::Operator;
 
 /// Which payments.
@@ -65,15 +65,6 @@ pub(super) struct RefundDue {
     why: NameOrReason,
 }
 
-/// What became of the payments.
-#[derive(Debug, Serialize, ToSchema)]
-pub(in crate::http) struct Refunded {
-    /// They are to be given back; each is announced once.
-    pub settled: Vec<i64>,
-    /// They were settled before, or do not exist.
-    pub not_open: Vec<i64>,
-}
-
 /// Settles payments as due to be given back, and announces each. Gives no money back itself.
 #[utoipa::path(post, path = "/late-payments/refund-due", tag = "late money", request_body = RefundDue,
     security(("token" = [])), responses(
@@ -84,7 +75,7 @@ pub(super) async fn refund_due(
     Body(change): Body<RefundDue>,
 ) -> Result<Response, Problem> {
     let RefundDue { ids, who, why } = change;
-    json(&settle_refund_due(&shared, not_too_many(ids)?, &operator(who, why)).await?)
+    json(&settle_refund_due(&shared, &not_too_many(ids)?, &operator(who, why)).await?)
 }
 
 /// Who reopens an order, and why.
@@ -115,14 +106,13 @@ pub(super) async fn reopen(
 /// For callers that were authorised, as of [`refund_due`].
 pub(in crate::http) async fn settle_refund_due(
     shared: &Shared,
-    ids: Vec<i64>,
+    ids: &[i64],
     operator: &Operator,
 ) -> Result<Refunded, Problem> {
-    let settled = late_payments::refund_due(&shared.sources().await?.database, &ids, operator).await?;
-    let not_open: Vec<i64> = ids.into_iter().filter(|id| !settled.contains(id)).collect();
-    let Operator { who, why, run } = operator;
+    let done = late_payments::refund_due(&shared.sources().await?.database, ids, operator).await?;
+    let (Operator { who, why, run }, Refunded { settled, not_open }) = (operator, &done);
     info!(who, why, %run, ?settled, ?not_open, "late payments were settled as due to be given back over HTTP");
-    Ok(Refunded { settled, not_open })
+    Ok(done)
 }
 
 /// For callers that were authorised, as of [`reopen`].

@@ -99,7 +99,7 @@ pub(super) async fn refund_due(
 ) -> Response {
     let done = async {
         let (ids, operator) = chosen(who, &fields)?;
-        let done = settle_refund_due(&shared, ids, &operator).await?;
+        let done = settle_refund_due(&shared, &ids, &operator).await?;
         Ok(format!("/late?refund_due={}&not_open={}", done.settled.len(), done.not_open.len()))
     };
     answer(&visitor, done.await)
