@@ -11,7 +11,7 @@ use crate::cli::{CommandOutcome, ListOptions, connect};
 use crate::config::Settings;
 use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
 use crate::postgres::Database;
-use crate::postgres::parked_alarms::Selection;
+use crate::postgres::selection::Selection;
 
 /// What to do with orders that are being closed.
 #[derive(Debug, Subcommand)]

@@ -11,7 +11,8 @@ use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, ListOptions, connect, short_duration};
 use crate::config::Settings;
 use crate::operations::parked::{self, Kept, ParkedError, retry_parked};
-use crate::postgres::parked_alarms::{self, Parked, Selection};
+use crate::postgres::parked_alarms::{self, Parked};
+use crate::postgres::selection::Selection;
 use crate::postgres::{Database, Operator};
 use crate::sanitize;
 

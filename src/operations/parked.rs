@@ -15,7 +15,8 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use super::Page;
-use crate::postgres::parked_alarms::{self, Parked, Selection};
+use crate::postgres::parked_alarms::{self, Parked};
+use crate::postgres::selection::Selection;
 use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
 /// Rows per page: bounds memory, and how much is published between two deletions.

@@ -13,7 +13,7 @@ use sqlx::{PgConnection, Row};
 
 use super::Page;
 use crate::effects::closing::{EndByHand, end_by_hand};
-use crate::postgres::parked_alarms::Selection;
+use crate::postgres::selection::Selection;
 use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
 /// An order that waits for a person.

@@ -3,7 +3,8 @@
 //! clock, `lease.rs` lends connections, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the
 //! statements of an orders table, `catalog.rs` and `survey.rs` describe a table of the shop's, `grants.rs` the rights that a
 //! mapping lacks, `lock_holders.rs` what keeps a row, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
-//! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours, `operator.rs` names who asked for a change.
+//! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours, `operator.rs` names who asked for a change, `selection.rs`
+//! of which rows.
 //!
 //! Shared by the steps that run SQL; knows none of their statements.
 
@@ -22,6 +23,7 @@ pub mod lock_holders;
 pub(crate) mod migrations;
 mod operator;
 pub mod parked_alarms;
+pub mod selection;
 mod session;
 pub mod shop_settings;
 pub mod survey;

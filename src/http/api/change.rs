@@ -10,7 +10,7 @@ use uuid::Uuid;
 use super::Problem;
 use super::described::{NameOrReason, Yes, given, yes};
 use crate::postgres::Operator;
-use crate::postgres::parked_alarms::Selection;
+use crate::postgres::selection::Selection;
 
 /// Rows that one request can choose.
 const MOST_IDS: usize = 1_000;

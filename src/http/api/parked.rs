@@ -23,7 +23,8 @@ use super::reads::json;
 use crate::operations::Page;
 use crate::operations::parked::{self, Dropped, Retried};
 use crate::postgres::Operator;
-use crate::postgres::parked_alarms::{Parked, Selection};
+use crate::postgres::parked_alarms::Parked;
+use crate::postgres::selection::Selection;
 
 /// Which parked alarms.
 #[derive(Debug, Default, Deserialize, IntoParams)]

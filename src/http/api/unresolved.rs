@@ -22,7 +22,7 @@ use super::reads::json;
 use crate::operations::Page;
 use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
 use crate::postgres::Operator;
-use crate::postgres::parked_alarms::Selection;
+use crate::postgres::selection::Selection;
 
 /// Which orders.
 #[derive(Debug, Default, Deserialize, IntoParams)]

@@ -20,7 +20,8 @@ use super::layout::{PARKED_FOR, Visitor, order_link};
 use super::words::{age, count, shown};
 use super::{PAGE_SIZE, show};
 use crate::operations::{Page, parked};
-use crate::postgres::parked_alarms::{Parked, Selection};
+use crate::postgres::parked_alarms::Parked;
+use crate::postgres::selection::Selection;
 
 /// Which ones, and what was done to the ones before.
 #[derive(Debug, Deserialize)]

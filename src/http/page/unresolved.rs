@@ -20,7 +20,7 @@ use super::words::{count, shown, since, with_code};
 use super::{PAGE_SIZE, show};
 use crate::operations::Page;
 use crate::operations::unresolved::{self, UnresolvedOrder, what_to_do};
-use crate::postgres::parked_alarms::Selection;
+use crate::postgres::selection::Selection;
 
 /// Which ones, and what was done to the ones before.
 #[derive(Debug, Deserialize)]

@@ -3,7 +3,7 @@
 
 use order_timeout::operations::unresolved::{self, Decision, DecisionError};
 use order_timeout::postgres::Operator;
-use order_timeout::postgres::parked_alarms::Selection;
+use order_timeout::postgres::selection::Selection;
 use order_timeout_client::postgres::{LateReason, PaymentOutcome, PaymentVerdict, payment_received};
 use order_timeout_core::payment::Attempt;
 use sqlx::AssertSqlSafe;
