@@ -35,7 +35,7 @@ pub async fn run(args: &ExplainArgs, settings: Settings) -> anyhow::Result<Comma
 
 fn write_story(told: &Explanation, to: &mut CommandOutcome) {
     to.line(format!("order {}: {}", told.story.order_id, told.summary));
-    if let Some(open) = &told.open {
+    if let Some(open) = &told.story.open {
         to.line(format!("open because {}", open.because));
         to.line(format!("what to do: {}", open.what_to_do));
     }

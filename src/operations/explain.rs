@@ -13,7 +13,7 @@ use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::open_cause::{Open, rounded, rounds_in_words};
+use super::open_cause::{rounded, rounds_in_words};
 use super::order_story::{self, AlarmRow, ClaimRow, EventRow, HistoryRow, OrderStory, ParkedRow, scan, time};
 use super::orders_table::due::Money;
 use super::orders_table::{OrdersTable, RowDates};
@@ -32,9 +32,6 @@ pub struct Explanation {
     pub story: OrderStory,
     /// The order in one sentence.
     pub summary: String,
-    /// Present if the order is open.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub open: Option<Open>,
     /// What happened, and what is going to, in the order of time.
     pub moments: Vec<Moment>,
 }
@@ -117,9 +114,8 @@ pub async fn explain(
     moments.extend(attempts.into_iter().flatten());
     moments.extend(actions.into_iter().flatten());
     sort(&mut moments);
-    let open = story.open_cause.clone();
     let summary = summary(&story, dates.as_ref());
-    Ok(Explanation { story, summary, open, moments })
+    Ok(Explanation { story, summary, moments })
 }
 
 /// What no table keeps, although an operator may expect it here.
@@ -308,7 +304,7 @@ async fn pauses(database: &Database, kind: &Kind, deadline: Timestamp) -> Result
 
 /// Those that lasted while the order was open and overdue, and those that last while it is open.
 fn pause_moments(story: &OrderStory, dates: Option<&RowDates>, ended: &[EndedPause]) -> Vec<Moment> {
-    let end = match (story.open_cause.is_some(), dates) {
+    let end = match (story.open.is_some(), dates) {
         (true, _) => read_rfc3339(&story.at),
         (false, Some(dates)) => dates.closed_at.or(dates.paid_at),
         (false, None) => None,
@@ -326,7 +322,7 @@ fn pause_moments(story: &OrderStory, dates: Option<&RowDates>, ended: &[EndedPau
             moments.push(moment(resumed_at, format!("closing was resumed by {resumed_by}{why}")));
         }
     }
-    if story.open_cause.is_some() {
+    if story.open.is_some() {
         moments.extend(story.paused.iter().flatten().map(began));
     }
     moments

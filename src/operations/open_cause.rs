@@ -276,14 +276,7 @@ mod tests {
     #[test]
     fn reason_names_first_cause_that_holds() {
         let row = row("unpaid", Some(50));
-        let parked = [ParkedRow {
-            id: Uuid::nil(),
-            reason: "close_failed".into(),
-            detail: "a trigger refuses it".into(),
-            deadline: None,
-            parked_at: String::new(),
-            attempts: 1,
-        }];
+        let parked = [parked()];
         let why = |change: &dyn Fn(&mut Facts<'_>)| {
             let mut facts = Facts { parked: Some(&parked), ..facts(&row) };
             change(&mut facts);
@@ -305,14 +298,7 @@ mod tests {
     #[test]
     fn each_open_cause_says_what_to_do() {
         let (unpaid, closing, never) = (row("unpaid", Some(50)), row("closing", Some(50)), row("unpaid", None));
-        let parked = [ParkedRow {
-            id: Uuid::nil(),
-            reason: "close_failed".into(),
-            detail: "a trigger refuses it".into(),
-            deadline: None,
-            parked_at: String::new(),
-            attempts: 1,
-        }];
+        let parked = [parked()];
         let (idle, prepared) = ([idle()], [prepared()]);
         for (facts, words) in [
             (facts(&closing), "the shop"),
@@ -326,6 +312,17 @@ mod tests {
         ] {
             let open = why_open(&facts).unwrap();
             assert!(open.what_to_do.contains(words), "{open:?}");
+        }
+    }
+
+    fn parked() -> ParkedRow {
+        ParkedRow {
+            id: Uuid::nil(),
+            reason: "close_failed".into(),
+            detail: "a trigger refuses it".into(),
+            deadline: None,
+            parked_at: String::new(),
+            attempts: 1,
         }
     }
 

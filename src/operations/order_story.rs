@@ -40,8 +40,8 @@ pub struct OrderStory {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub row: Option<ShownRow>,
     /// Present if the order is open.
-    #[serde(skip)]
-    pub open_cause: Option<Open>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub open: Option<Open>,
     /// Those of `alarm_outbox`, which forgets them some time after they were sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alarms: Option<Vec<AlarmRow>>,
@@ -203,7 +203,7 @@ pub(super) async fn read(
     let paused = known("paused", lasting(database, Some(kind)).await, &mut not_known);
     let history = known("history", history(database, kind, order_id).await, &mut not_known);
     let row = found.as_ref().and_then(Option::as_ref);
-    let mut open_cause = None;
+    let mut open = None;
     if let Some(row) = row {
         let live = known("workers", workers(database).await, &mut not_known);
         let live_workers = live.map(|workers| workers.iter().filter(|worker| worker.is_live).count());
@@ -220,7 +220,7 @@ pub(super) async fn read(
         let (alarms, parked, pauses) = (alarms.as_deref(), parked.as_deref(), paused.as_deref());
         let closed_in_history = history.iter().flatten().find(|row| row.event == "closed").map(|row| &*row.at);
         let claim = claim.as_ref();
-        open_cause = why_open(&Facts {
+        open = why_open(&Facts {
             now,
             row,
             is_locked,
@@ -239,7 +239,7 @@ pub(super) async fn read(
         at: write_rfc3339(now),
         exists: found.as_ref().map(Option::is_some),
         row: row.map(|row| shown(row, now)),
-        open_cause,
+        open,
         alarms,
         events,
         parked,

@@ -53,7 +53,7 @@ pub(super) async fn page(
 }
 
 fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
-    let OrderStory { kind, order_id, at, exists, not_known: unknown, .. } = &told.story;
+    let OrderStory { kind, order_id, at, exists, open, not_known: unknown, .. } = &told.story;
     html! {
         h1 { "Order " code { (shown(order_id.as_str())) } }
         @if kinds.len() > 1 {
@@ -69,7 +69,7 @@ fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
             p { "An order is found by its whole id. " a href=(due_with(kind, order_id.as_str())) { "Forecast" }
                 " finds unpaid orders by a part of it, in a window of time." }
         }
-        @if let Some(open) = &told.open {
+        @if let Some(open) = open {
             section.open {
                 h2 { "Why it is open" }
                 p { (with_code(&capitalised(&open.because))) "." }
