@@ -72,6 +72,7 @@ pub fn columns_of(name: &str) -> Vec<&'static str> {
 }
 
 /// An index as its migration creates it.
+#[derive(Debug)]
 pub struct NewIndex {
     statement: &'static str,
     pub table: &'static str,
@@ -95,7 +96,7 @@ pub fn index(name: &str) -> NewIndex {
     let found = lines.filter_map(|line| Some((line.strip_suffix(';')?, line.split_once(&named)?.1))).next();
     let (statement, rest) = found.expect("a test looks for every index that a worker needs");
     let (table, columns) = rest.split_once(" (").unwrap_or((rest, ""));
-    let condition = rest.split_once(" WHERE ").map_or("", |(_, condition)| condition.trim_end_matches(';'));
+    let condition = rest.split_once(" WHERE ").map_or("", |(_, condition)| condition);
     NewIndex {
         statement,
         table,

@@ -136,11 +136,16 @@ SELECT to_jsonb(found) FROM (SELECT
     )
 }
 
-/// What a worker needs in its schema.
+/// What a worker needs in its schema, and the query that looks for it.
 #[derive(Debug)]
 pub struct Schema {
-    tables: Vec<Table>,
-    indexes: Vec<Index>,
+    query: String,
+    /// Tables and columns.
+    columns: (Vec<&'static str>, Vec<&'static str>),
+    /// Tables and rights.
+    rights: (Vec<&'static str>, Vec<&'static str>),
+    /// Each with what to say if there is none like it.
+    indexes: Vec<(NewIndex, &'static str)>,
     functions: Vec<&'static str>,
     /// Whether the statements are our own, for the default orders tables.
     is_ours: bool,
@@ -189,7 +194,15 @@ impl Schema {
             indexes.push(INDEX_OF_CLAIMS);
             functions.extend(PROVIDER_FUNCTIONS);
         }
-        Self { tables, indexes, functions, is_ours }
+        let columns = |table| migrations::columns_of(table).into_iter().map(move |column| (table, column));
+        Self {
+            query: catalog_query(),
+            columns: tables.iter().flat_map(|(table, _)| columns(*table)).unzip(),
+            rights: tables.iter().flat_map(|(table, rights)| rights.iter().map(move |right| (*table, *right))).unzip(),
+            indexes: indexes.into_iter().map(|(name, missing)| (migrations::index(name), missing)).collect(),
+            functions,
+            is_ours,
+        }
     }
 
     /// Checks once. The result has an entry for every cause that this can find.
@@ -197,21 +210,19 @@ impl Schema {
     /// # Errors
     /// sqlx's, if the query fails.
     pub async fn look(&self, database: &Database) -> Result<Found, sqlx::Error> {
-        let columns = |table| migrations::columns_of(table).into_iter().map(move |column| (table, column));
-        let (of_columns, columns): (Vec<_>, Vec<_>) = self.tables.iter().flat_map(|(table, _)| columns(*table)).unzip();
-        let rights = self.tables.iter().flat_map(|(table, rights)| rights.iter().map(move |right| (*table, *right)));
-        let (of_rights, rights): (Vec<_>, Vec<_>) = rights.unzip();
-        let indexes: Vec<NewIndex> = self.indexes.iter().map(|(name, _)| migrations::index(name)).collect();
+        let of_indexes = |part: fn(&NewIndex) -> &'static str| -> Vec<&str> {
+            self.indexes.iter().map(|(index, _)| part(index)).collect()
+        };
         // Made of constants.
-        let query = sqlx::query_scalar(AssertSqlSafe(catalog_query()))
-            .bind(of_columns)
-            .bind(columns)
-            .bind(of_rights)
-            .bind(rights)
-            .bind(indexes.iter().map(|index| index.table).collect::<Vec<_>>())
-            .bind(indexes.iter().map(|index| index.first_column).collect::<Vec<_>>())
-            .bind(indexes.iter().map(|index| index.is_unique).collect::<Vec<_>>())
-            .bind(indexes.iter().map(|index| index.condition).collect::<Vec<_>>())
+        let query = sqlx::query_scalar(AssertSqlSafe(self.query.clone()))
+            .bind(&self.columns.0)
+            .bind(&self.columns.1)
+            .bind(&self.rights.0)
+            .bind(&self.rights.1)
+            .bind(of_indexes(|index| index.table))
+            .bind(of_indexes(|index| index.first_column))
+            .bind(self.indexes.iter().map(|(index, _)| index.is_unique).collect::<Vec<_>>())
+            .bind(of_indexes(|index| index.condition))
             .bind(self.is_ours)
             .bind(&self.functions);
         let Json(catalog) = database.run(async |connection| query.fetch_one(connection).await).await?;
@@ -247,8 +258,8 @@ impl Schema {
             let what = format!("the table {table} is unlogged, so a crash of the server empties it");
             problems.push(Problem::new(Cause::Schema, what, format!("ALTER TABLE {table} SET LOGGED")));
         }
-        for (name, missing) in catalog.indexes.iter().filter_map(|place| self.indexes.get(place.checked_sub(1)?)) {
-            problems.push(Problem::new(Cause::Schema, *missing, migrations::index(name).create_concurrently()));
+        for (index, missing) in catalog.indexes.iter().filter_map(|place| self.indexes.get(place.checked_sub(1)?)) {
+            problems.push(Problem::new(Cause::Schema, *missing, index.create_concurrently()));
         }
         if catalog.no_early_close_check {
             problems.push(Problem::new(Cause::Schema, NO_EARLY_CLOSE_CHECK, ADD_EARLY_CLOSE_CHECK));
