@@ -14,9 +14,9 @@ use crate::config::Settings;
 use crate::observe::inspect::registration::{Registered, Registration, not_served};
 use crate::operations::open_cause::{how_to_end, named};
 use crate::operations::orders_table::{OrdersTable, OverdueOrders};
-use crate::operations::pause_closing::HOW_TO_RESUME;
+use crate::operations::pause_closing::{HOW_TO_RESUME, lasting};
 use crate::operations::status::{self, Outbox};
-use crate::postgres::closing_pauses::{self, Pause};
+use crate::postgres::closing_pauses::Pause;
 use crate::postgres::lock_holders::LockHolder;
 use crate::postgres::{self, Database, one_line, parked_alarms};
 
@@ -25,6 +25,7 @@ const OVERDUE_FOR: Duration = Duration::from_secs(30);
 /// How long a row may wait in an outbox, which is polled ten times a second. Longer than a transaction that commits old
 /// rows.
 const UNSENT_FOR: Duration = Duration::from_secs(60);
+
 /// Returns the live workers, if they are known.
 pub(super) async fn examine(
     settings: &Settings,
@@ -126,8 +127,7 @@ fn overdue_despite_workers(kind: &Kind, LateOrders { orders, oldest, holders }: 
 
 /// The oldest pause of the kind; `None` also if that cannot be read, which other checks say.
 pub(super) async fn paused(database: &Database, kind: &Kind) -> Option<Pause> {
-    let read = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await);
-    read.await.ok()?.into_iter().next()
+    lasting(database, Some(kind)).await.ok()?.into_iter().next()
 }
 
 fn seconds(age: Duration) -> humantime::FormattedDuration {
