@@ -121,7 +121,11 @@ impl EventRelay {
     /// As of [`Outbox::unsent`] and [`Outbox::send`].
     pub async fn round(&mut self) -> Result<Relayed, RelayError> {
         let unsent = self.outbox.unsent().await?;
-        let contexts = self.trace_contexts.of(&unsent).await?;
+        // A notification carries no trace context: only a span needs one.
+        let contexts = match self.receiver {
+            Receiver::Channel(_) if !self.outbox.is_traced() => HashMap::new(),
+            _ => self.trace_contexts.of(&unsent).await?,
+        };
         let receiver = &self.receiver;
         self.outbox.send(unsent, |row| message(receiver, &contexts, row).map(Some)).await
     }

@@ -284,6 +284,11 @@ impl Outbox {
         self.traces = traces.is_on().then_some((from, traces));
     }
 
+    /// Whether what it sends is recorded as spans.
+    pub(super) fn is_traced(&self) -> bool {
+        self.traces.is_some()
+    }
+
     /// Whether its rows stay, because they have no receiver.
     #[must_use]
     pub fn is_kept(&self) -> bool {
