@@ -92,8 +92,8 @@ impl NewIndex {
 /// The index of this name.
 pub fn index(name: &str) -> NewIndex {
     let named = format!("INDEX {name} ON ");
-    let lines = MIGRATIONS.iter().flat_map(|(_, sql)| sql.lines());
-    let found = lines.filter_map(|line| Some((line.strip_suffix(';')?, line.split_once(&named)?.1))).next();
+    let mut statements = MIGRATIONS.iter().flat_map(|(_, sql)| sql.lines()).filter_map(|line| line.strip_suffix(';'));
+    let found = statements.find_map(|statement| Some((statement, statement.split_once(&named)?.1)));
     let (statement, rest) = found.expect("a test looks for every index that a worker needs");
     let (table, columns) = rest.split_once(" (").unwrap_or((rest, ""));
     let condition = rest.split_once(" WHERE ").map_or("", |(_, condition)| condition);
