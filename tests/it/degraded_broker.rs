@@ -159,6 +159,18 @@ async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> Strin
     tokio::task::spawn_blocking(move || broker.ctl(arguments)).await.unwrap()
 }
 
+#[test]
+fn refused_declaring_is_named() {
+    on_private_broker(async |env, broker| {
+        let worker = env.worker().await;
+        ctl(&broker, &["set_permissions", "guest", "^$", ".*", ".*"]).await;
+        wait_until_named(&worker, "topology", "does not let this user declare or use").await;
+        ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
+        wait_until_cured(&worker, "topology").await;
+        worker.stop().await;
+    });
+}
+
 /// Publishes a message that crashes the dead-letter worker of RabbitMQ 3.10.
 async fn publish_malformed_death(env: &TestEnv) {
     let mut deaths = FieldArray::default();
