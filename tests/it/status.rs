@@ -148,7 +148,8 @@ fn explain_says_why_order_is_open() {
         execute(&env, "UPDATE orders SET expires_at = now() - interval '1 minute' WHERE expires_at < now()").await;
         assert!(why_open(&env, &late).await.contains("no worker is running"));
         execute(&env, ANOTHER_WORKER).await;
-        assert!(why_open(&env, &late).await.contains("no cause is visible"));
+        let why = why_open(&env, &late).await;
+        assert!(why.contains("no cause is visible"), "{why}");
         let parked =
             "INSERT INTO parked_alarms (reason, detail, order_id, body) VALUES ('close_failed', 'guarded', $1, '')";
         sqlx::query(parked).bind(late.id.to_string()).execute(&env.pool).await.unwrap();
