@@ -312,8 +312,8 @@ impl KindSettings {
     }
 }
 
-/// A mapping: how the worker closes orders in a table of the shop's own. `open`, `paid`, `deadline`, `set`, `quantity`
-/// and `sql` are the operator's SQL; all others are names of tables and columns, or values.
+/// A mapping: how the worker closes orders in a table of the shop's own. `open`, `paid`, `deadline`, `amount`, `currency`,
+/// `set`, `quantity` and `sql` are the operator's SQL; all others are names of tables and columns, or values.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TableSettings {
@@ -330,6 +330,15 @@ pub struct TableSettings {
     /// The zone of the table's times without a zone.
     #[serde(default)]
     pub time_zone: Option<String>,
+    /// What the order costs, a column or an expression.
+    #[serde(default)]
+    pub amount: Option<String>,
+    /// In which currency: a column or an expression, such as `'CNY'`.
+    #[serde(default)]
+    pub currency: Option<String>,
+    /// How many decimal places of `amount` make the currency's smallest unit; without it, `amount` counts that unit.
+    #[serde(default)]
+    pub minor_units: Option<u8>,
     /// What a closed order's columns are set to: a value, or `now`.
     pub close: BTreeMap<String, String>,
     /// The stock that a closed order gives back.
@@ -413,6 +422,7 @@ impl TableSettings {
         if let Some(zone) = &self.time_zone {
             require_text("time_zone", zone)?;
         }
+        self.validate_money()?;
         if self.close.is_empty() {
             return Err((
                 "close".into(),
@@ -439,7 +449,36 @@ impl TableSettings {
         }
         Ok(())
     }
+
+    /// An amount means nothing without its currency.
+    fn validate_money(&self) -> Result<(), Fault> {
+        let Some(amount) = &self.amount else {
+            let alone = [("currency", self.currency.is_some()), ("minor_units", self.minor_units.is_some())];
+            return match alone.into_iter().find(|(_, is_given)| *is_given) {
+                Some((name, _)) => Err((name.into(), NO_AMOUNT.into())),
+                None => Ok(()),
+            };
+        };
+        let Some(currency) = &self.currency else {
+            let why = "is given without currency; write currency = \"'EUR'\", or name the column that has it";
+            return Err(("amount".into(), why.into()));
+        };
+        require_expression("amount", amount)?;
+        require_expression("currency", currency)?;
+        match self.minor_units {
+            Some(digits) if digits > MOST_MINOR_UNITS => Err((
+                "minor_units".into(),
+                format!("is {digits}; a currency has 0 to {MOST_MINOR_UNITS} decimal places, most have 2"),
+            )),
+            _ => Ok(()),
+        }
+    }
 }
+
+const NO_AMOUNT: &str =
+    "is given without amount; write what an order costs, such as amount = \"total\", or leave it out";
+/// Decimal places of the finest currency (ISO 4217).
+const MOST_MINOR_UNITS: u8 = 4;
 
 /// Why `open` and `paid` may hold none.
 const SUBQUERY: &str = "has a subquery, which reads what was committed before the order's row was locked, so that a payment in the same instant would be missed; let a payment update a column of the order's row and test that, or call a VOLATILE function in plpgsql, or write orders.close_sql";

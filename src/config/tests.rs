@@ -663,6 +663,13 @@ fn wrong_kinds_name_setting_and_fix() {
         (format!("[kinds.a]\nreason = \"\"\n{table}"), ["kinds.a.reason", "is empty"]),
         ("[kinds.a]\nlanes = [\"5m\", \"300s\"]\n".to_owned(), ["kinds.a.lanes", "named twice"]),
         (table.replace("open = \"o\"", "open = \"\""), ["kinds.a.table.open", "is empty"]),
+        (format!("{table}amount = \"a\"\n"), ["kinds.a.table.amount", "without currency"]),
+        (format!("{table}currency = \"c\"\n"), ["kinds.a.table.currency", "without amount"]),
+        (format!("{table}minor_units = 2\n"), ["kinds.a.table.minor_units", "without amount"]),
+        (
+            format!("{table}amount = \"a\"\ncurrency = \"c\"\nminor_units = 5\n"),
+            ["kinds.a.table.minor_units", "0 to 4 decimal places"],
+        ),
         ("[worker]\nkinds = [\"b\"]\n".to_owned(), ["worker.kinds", "there is no kind"]),
         ("[worker]\nkinds = [\"a\"]\n[kinds.a]\nlanes = []\n".to_owned(), ["worker.kinds", "[kinds.a.table]"]),
         ("[worker]\nkinds = [\"order\", \"order\"]\n".to_owned(), ["worker.kinds", "named twice"]),

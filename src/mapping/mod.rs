@@ -4,6 +4,7 @@
 //! Pure: no I/O. `render.rs` writes the statements, `ids.rs` their ids, `quote.rs` names and values; `predicate.rs`
 //! reads the operator's SQL as far as that is necessary. `src/postgres/catalog.rs` finds the facts.
 
+pub mod default_tables;
 pub mod ids;
 pub mod predicate;
 pub mod quote;
@@ -43,7 +44,7 @@ pub enum RelationKind {
 /// A relation as the catalog has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relation {
-    /// Its schema.
+    /// Its schema; empty for our own tables, which the `search_path` finds.
     pub schema: String,
     /// Its name, without quotes.
     pub name: String,
@@ -54,9 +55,12 @@ pub struct Relation {
 }
 
 impl Relation {
-    /// The name with its schema, quoted.
+    /// The name with its schema if it has one, quoted.
     #[must_use]
     pub fn qualified(&self) -> String {
+        if self.schema.is_empty() {
+            return quote::name(&self.name);
+        }
         format!("{}.{}", quote::name(&self.schema), quote::name(&self.name))
     }
 

@@ -1,14 +1,18 @@
-//! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`; and what operators
-//! ask about it.
+//! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`. What operators ask
+//! about it is in `render/questions.rs`.
 //!
 //! Pure. The statements take the same care as `sql/close.sql`, `sql/overdue.sql` and `sql/deadline.sql`, which explain
 //! each step. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
+
+mod questions;
 
 use super::quote::{literal, name};
 use super::{
     AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, TableSettings,
     deadline_column, ids, predicate,
 };
+
+pub use questions::Questions;
 
 /// The statements for a mapped table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,31 +29,23 @@ pub struct Rendered {
     pub questions: Questions,
 }
 
-/// Statements that tell operators about the orders of a mapped table.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Questions {
-    /// One order: its status and deadline. `$1` text: its id.
-    pub row: String,
-    /// The same, of an order whose row no other session holds.
-    pub free_row: String,
-    /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as
-    /// Postgres prints it, and how many have an id that no message can carry.
-    pub unusable: String,
-}
-
 /// Renders the statements.
 ///
 /// # Errors
 /// [`MappingError`] names the setting that does not fit the table.
 pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
     let parts = Parts::new(words, table, facts)?;
-    let questions = Questions {
-        row: parts.row(""),
-        free_row: parts.row("\n    FOR NO KEY UPDATE SKIP LOCKED"),
-        unusable: parts.unusable(),
-    };
     let (close, overdue, deadline, index) = (parts.close()?, parts.overdue(), parts.deadline(), parts.index());
+    let questions = parts.questions()?;
     Ok(Rendered { close, overdue, deadline, index, questions })
+}
+
+/// Renders what operators ask alone.
+///
+/// # Errors
+/// As [`render`].
+pub fn questions(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Questions, MappingError> {
+    Parts::new(words, table, facts)?.questions()
 }
 
 /// The types of times without a zone, by their names in `pg_type`.
@@ -407,56 +403,49 @@ impl<'a> Parts<'a> {
 
     fn overdue(&self) -> String {
         let (alias, deadline) = (self.alias(), &self.deadline);
-        let ids = self.id_columns(&alias);
+        format!(
+            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH {after}\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND {is_after}\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            kind = self.words.kind,
+            orders = self.orders(),
+            after = self.after("$3"),
+            printed = ids::print(&self.id_columns(&alias)),
+            open = ended(&self.table.open),
+            paid = ended(&self.table.paid),
+            is_after = self.is_after("$2", "$3"),
+            ids = self.id_columns(&alias).join(", "),
+        )
+    }
+
+    /// The id behind which a page begins, as the step `ot_after`.
+    fn after(&self, id: &str) -> String {
+        let parts = self.with_parts(&format!("SELECT {id}::text AS text_id"));
+        format!(
+            "ot_after AS MATERIALIZED (\n    SELECT {}\n    FROM {parts}\n)",
+            as_numbered(&self.parsed(self.part_text()), "k")
+        )
+    }
+
+    /// Rows behind the last one of the page before; all from that deadline on if its id is empty. The first comparison is
+    /// the one that an index scan begins with.
+    fn is_after(&self, deadline: &str, id: &str) -> String {
+        let alias = self.alias();
         let after: Vec<String> = numbered("a.k", self.id.len());
         let first: Vec<String> = after
             .iter()
             .zip(&self.id)
             .map(|(key, (_, column))| format!("coalesce({key}, {})", ids::smallest(column)))
             .collect();
-        let from = |values: &[String]| -> Vec<String> {
-            values.iter().map(|value| format!("(SELECT {value} FROM ot_after a)")).collect()
+        let from = |values: &[String]| -> String {
+            let values: Vec<String> = values.iter().map(|value| format!("(SELECT {value} FROM ot_after a)")).collect();
+            values.join(", ")
         };
         format!(
-            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH ot_after AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n)\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND ({deadline}, {ids}) >= ($2::timestamptz, {first})\n  AND ($3::text = '' OR ({deadline}, {ids}) > ($2::timestamptz, {after}))\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
-            kind = self.words.kind,
-            orders = self.orders(),
-            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
-            parts = self.with_parts("SELECT $3::text AS text_id"),
-            printed = ids::print(&ids),
-            open = ended(&self.table.open),
-            paid = ended(&self.table.paid),
-            ids = ids.join(", "),
-            first = from(&first).join(", "),
-            after = from(&after).join(", "),
+            "({of_row}, {ids}) >= ({deadline}::timestamptz, {first})\n  AND ({id}::text = '' OR ({of_row}, {ids}) > ({deadline}::timestamptz, {after}))",
+            of_row = self.deadline,
+            ids = self.id_columns(&alias).join(", "),
+            first = from(&first),
+            after = from(&after),
         )
-    }
-
-    /// A text that is no id of this table has the status `malformed`.
-    fn row(&self, lock: &str) -> String {
-        let (orders, alias) = (self.orders(), self.alias());
-        format!(
-            "WITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_row AS MATERIALIZED (\n    SELECT CASE WHEN {paid} THEN 'paid' WHEN {open} THEN 'unpaid' ELSE 'closed' END AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
-            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
-            parts = self.with_parts("SELECT $1::text AS text_id"),
-            paid = format_args!("({})", ended(&self.table.paid)),
-            open = format_args!("({})", ended(&self.table.open)),
-            deadline = self.deadline,
-            asked = among(&self.id_columns(&alias), "ot_asked", "k"),
-            malformed = self.is_malformed(),
-        )
-    }
-
-    fn unusable(&self) -> String {
-        let (orders, alias, deadline, is_unpaid) = (self.orders(), self.alias(), &self.deadline, self.is_unpaid());
-        let id = ids::print(&self.id_columns(&alias));
-        format!(
-            "SELECT count(*) FILTER (WHERE f.is_never), min(f.deadline::text) FILTER (WHERE f.is_never),\n       count(*) FILTER (WHERE octet_length(f.id) NOT BETWEEN 1 AND 200 OR f.id ~ '[\\x01-\\x1f\\x7f-\\u009f]')\nFROM (\n    SELECT {id} AS id, {deadline} AS deadline, {deadline} < {FIRST_DEADLINE} OR {deadline} >= {AFTER_LAST_DEADLINE} AS is_never\n    FROM {orders} AS {alias} WHERE {is_unpaid}\n) f"
-        )
-    }
-
-    fn is_unpaid(&self) -> String {
-        format!("({}) AND ({}) IS NOT TRUE", ended(&self.table.open), ended(&self.table.paid))
     }
 
     /// On what `overdue` sorts by, for the orders that it returns.

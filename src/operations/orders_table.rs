@@ -1,6 +1,6 @@
 //! What operators ask about the orders table: the only module of the operations that reads it.
 //!
-//! The default table is read directly, a mapped one as its mapping says. A table behind statements of the shop's own is known
+//! The default table and a mapped one are read as their mapping says. A table behind statements of the shop's own is known
 //! only through `orders.overdue_sql`: what that statement does not tell is said to be unknown, and is never guessed. Reads
 //! only.
 
@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::orders_statements;
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::Questions;
+use crate::mapping::{Questions, default_tables};
 use crate::postgres::lock_holders::{LockHolder, lock_holders};
 use crate::postgres::{self, Database, DatabaseError, one_line};
 
@@ -26,7 +26,7 @@ const CHANGED_DEFAULTS: [&str; 4] = ["orders", "stock", "reserved_resources", "o
 
 /// Rows per page of the overdue statement.
 const PAGE_SIZE: usize = 1_000;
-/// Overdue orders that are counted, or searched for one order, in a table of the shop's own.
+/// Overdue orders that are counted, or searched for one order, by statements of the shop's own.
 const MOST_OVERDUE: usize = 10_000;
 
 /// The status of a text that is no id of a mapped table.
@@ -40,7 +40,7 @@ pub type Unknown = String;
 /// An order's row, and the time by the database's clock when it was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OrderRow {
-    /// The word in the row; `None` in a table of the shop's own, where the order is known to be overdue.
+    /// The word in the row; `None` behind statements of the shop's own, where the order is known to be overdue.
     pub status: Option<String>,
     /// `None` if the row has none: such an order is never due.
     pub deadline: Option<Timestamp>,
@@ -64,7 +64,7 @@ pub struct RowDates {
 pub struct OverdueOrders {
     /// How many.
     pub orders: u64,
-    /// Whether there may be more: in a table of the shop's own, only so many are counted.
+    /// Whether there may be more: statements of the shop's own are asked for only so many.
     pub is_at_least: bool,
     /// The deadline of the oldest.
     pub oldest: Option<Timestamp>,
@@ -111,15 +111,23 @@ impl ChosenOrder {
     }
 }
 
+/// What knows the orders.
+#[derive(Debug, Clone)]
+enum Source {
+    /// The default tables.
+    Default,
+    /// A mapping.
+    Mapped(Box<Questions>),
+    /// The overdue statement of the shop's own.
+    Statement(Sweeper),
+}
+
 /// The orders table of a kind.
 #[derive(Debug, Clone)]
 pub struct OrdersTable {
     database: Database,
     kind: Kind,
-    /// For a table of the shop's own.
-    overdue: Option<Sweeper>,
-    /// What a mapping tells about it.
-    mapped: Option<Questions>,
+    source: Source,
     /// The tables that a close changes, as far as they are known.
     changed: Vec<String>,
 }
@@ -130,21 +138,24 @@ impl OrdersTable {
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
     pub async fn open(database: Database, settings: &Settings, kind: &Kind) -> Result<Self, DatabaseError> {
-        let (mut overdue, mut mapped) = (None, None);
-        if !settings.has_default_orders(kind) {
+        let source = if settings.has_default_orders(kind) {
+            Source::Default
+        } else {
             let statements = orders_statements::statements(&database, settings, kind).await?;
-            overdue = Some(Sweeper::prepare(database.clone(), statements.overdue).await?);
-            mapped = statements.questions;
-        }
-        let changed = match settings.table_of(kind) {
-            Some(table) => {
+            match statements.questions {
+                Some(questions) => Source::Mapped(Box::new(questions)),
+                None => Source::Statement(Sweeper::prepare(database.clone(), statements.overdue).await?),
+            }
+        };
+        let changed = match (&source, settings.table_of(kind)) {
+            (Source::Default, _) => CHANGED_DEFAULTS.map(str::to_owned).to_vec(),
+            (_, Some(table)) => {
                 let stocks = table.give_back.iter().map(|given_back| &given_back.stock);
                 std::iter::once(&table.table).chain(stocks).cloned().collect()
             }
-            None if overdue.is_some() => Vec::new(),
-            None => CHANGED_DEFAULTS.map(str::to_owned).to_vec(),
+            (_, None) => Vec::new(),
         };
-        Ok(Self { database, kind: kind.clone(), overdue, mapped, changed })
+        Ok(Self { database, kind: kind.clone(), source, changed })
     }
 
     /// Whose orders they are.
@@ -153,10 +164,13 @@ impl OrdersTable {
         &self.kind
     }
 
-    /// Whether it is a table of the shop's own.
-    #[must_use]
-    pub fn is_of_the_shop(&self) -> bool {
-        self.overdue.is_some()
+    /// What can be asked about the table; otherwise the overdue statement, which tells ids and deadlines alone.
+    fn questions(&self) -> Result<&Questions, &Sweeper> {
+        match &self.source {
+            Source::Default => Ok(default_tables::questions()),
+            Source::Mapped(questions) => Ok(questions),
+            Source::Statement(sweeper) => Err(sweeper),
+        }
     }
 
     /// Counts overdue orders.
@@ -164,17 +178,15 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] if the query fails.
     pub async fn overdue(&self) -> Result<OverdueOrders, Unknown> {
-        if let Some(sweeper) = &self.overdue {
-            let (found, is_at_least) = first_overdue(sweeper).await?;
-            let (example, oldest) = found.first().cloned().unzip();
-            return Ok(OverdueOrders { orders: found.len() as u64, is_at_least, oldest, example });
-        }
-        let count = sqlx::query(
-            "SELECT count(*) AS orders, min(expires_at) AS oldest, (
-                 SELECT id::text FROM orders WHERE status = 'unpaid' AND expires_at <= statement_timestamp()
-                 ORDER BY expires_at, id LIMIT 1) AS example
-             FROM orders WHERE status = 'unpaid' AND expires_at <= statement_timestamp()",
-        );
+        let questions = match self.questions() {
+            Ok(questions) => questions,
+            Err(sweeper) => {
+                let (found, is_at_least) = first_overdue(sweeper).await?;
+                let (example, oldest) = found.first().cloned().unzip();
+                return Ok(OverdueOrders { orders: found.len() as u64, is_at_least, oldest, example });
+            }
+        };
+        let count = sqlx::query(AssertSqlSafe(questions.overdue.clone()));
         let row = self.read(async |connection| count.fetch_one(connection).await).await?;
         let (orders, oldest): (i64, Option<Timestamptz>) = (get(&row, "orders")?, get(&row, "oldest")?);
         let oldest = oldest.map(|Timestamptz(oldest)| oldest);
@@ -187,26 +199,17 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] if the query fails, or if only statements of the shop's own know the order and it is not overdue.
     pub async fn row(&self, id: &OrderId) -> Result<Option<OrderRow>, Unknown> {
-        if let Some(mapped) = &self.mapped {
-            let found = self.mapped_row(&mapped.row, id).await?;
-            return Ok(found.filter(|row| row.status.as_deref() != Some(MALFORMED)));
+        match &self.source {
+            Source::Default if is_uuid(id.as_str()) => {
+                self.read(async |connection| read_row(connection, id.as_str()).await).await
+            }
+            Source::Default => Ok(None),
+            Source::Mapped(mapped) => {
+                let found = self.mapped_row(&mapped.row, id).await?;
+                Ok(found.filter(|row| row.status.as_deref() != Some(MALFORMED)))
+            }
+            Source::Statement(sweeper) => overdue_row(sweeper, id).await,
         }
-        if let Some(sweeper) = &self.overdue {
-            let (found, is_at_least) = first_overdue(sweeper).await?;
-            let deadline = found.into_iter().find_map(|(order_id, deadline)| (order_id == *id).then_some(deadline));
-            let among = if is_at_least { format!("the first {MOST_OVERDUE}") } else { "the".to_owned() };
-            return match deadline {
-                Some(deadline) => Ok(Some(OrderRow { status: None, deadline: Some(deadline) })),
-                None => Err(format!(
-                    "{OWN_TABLE}, and the order is not among {among} overdue orders; its status and deadline are in your table"
-                )),
-            };
-        }
-        if !is_uuid(id.as_str()) {
-            return Ok(None);
-        }
-        let read = async |connection: &mut PgConnection| read_row(connection, id.as_str()).await;
-        self.read(read).await
     }
 
     /// Whether the text has a form that no id of the table has. Not known of statements of the shop's own.
@@ -214,12 +217,13 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] if the query fails.
     pub async fn is_malformed(&self, id: &OrderId) -> Result<bool, Unknown> {
-        match &self.mapped {
-            Some(mapped) => {
+        match &self.source {
+            Source::Default => Ok(!is_uuid(id.as_str())),
+            Source::Mapped(mapped) => {
                 let found = self.mapped_row(&mapped.row, id).await?;
                 Ok(found.is_some_and(|row| row.status.as_deref() == Some(MALFORMED)))
             }
-            None => Ok(self.overdue.is_none() && !is_uuid(id.as_str())),
+            Source::Statement(_) => Ok(false),
         }
     }
 
@@ -258,7 +262,7 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] for statements of the shop's own, or if the query fails.
     pub async fn is_locked(&self, id: &OrderId) -> Result<bool, Unknown> {
-        if let Some(mapped) = &self.mapped {
+        if let Source::Mapped(mapped) = &self.source {
             return Ok(self.mapped_row(&mapped.free_row, id).await?.is_none());
         }
         self.is_default("whether the row is locked")?;
@@ -274,7 +278,7 @@ impl OrdersTable {
     /// [`Unknown`] if the query fails.
     pub async fn lock_holders(&self, id: &OrderId) -> Result<Vec<LockHolder>, Unknown> {
         let mut row = None;
-        if self.overdue.is_none() && is_uuid(id.as_str()) {
+        if matches!(self.source, Source::Default) && is_uuid(id.as_str()) {
             let select =
                 sqlx::query_scalar("SELECT xmax::text FROM orders WHERE id = $1::text::uuid").bind(id.as_str());
             row = self.read(async |connection| select.fetch_optional(connection).await).await?;
@@ -309,9 +313,11 @@ impl OrdersTable {
     }
 
     fn is_default(&self, what: &str) -> Result<(), Unknown> {
-        match self.overdue {
-            None => Ok(()),
-            Some(_) => Err(format!("{OWN_TABLE}, and its overdue statement does not tell {what}")),
+        match self.source {
+            Source::Default => Ok(()),
+            Source::Mapped(_) | Source::Statement(_) => {
+                Err(format!("{OWN_TABLE}, and its overdue statement does not tell {what}"))
+            }
         }
     }
 
@@ -345,6 +351,19 @@ fn get<'r, T: sqlx::Decode<'r, sqlx::Postgres> + sqlx::Type<sqlx::Postgres>>(
     column: &str,
 ) -> Result<T, Unknown> {
     row.try_get(column).map_err(|error| one_line(&error))
+}
+
+/// The row of an order that is overdue by the shop's own statement.
+async fn overdue_row(sweeper: &Sweeper, id: &OrderId) -> Result<Option<OrderRow>, Unknown> {
+    let (found, is_at_least) = first_overdue(sweeper).await?;
+    let deadline = found.into_iter().find_map(|(order_id, deadline)| (order_id == *id).then_some(deadline));
+    let among = if is_at_least { format!("the first {MOST_OVERDUE}") } else { "the".to_owned() };
+    match deadline {
+        Some(deadline) => Ok(Some(OrderRow { status: None, deadline: Some(deadline) })),
+        None => Err(format!(
+            "{OWN_TABLE}, and the order is not among {among} overdue orders; its status and deadline are in your table"
+        )),
+    }
 }
 
 /// The first [`MOST_OVERDUE`] overdue orders by the shop's own statement, and whether there may be more.

@@ -56,6 +56,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     if let Some(zone) = &table.time_zone {
         require_zone(connection, zone).await?;
     }
+    require_money(connection, table, &orders).await?;
     let mut give_back = Vec::new();
     for (index, settings) in table.give_back.iter().enumerate() {
         let key = |name: &str| format!("give_back[{index}].{name}");
@@ -72,6 +73,44 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
     Ok(Facts { orders, deadline_type, give_back })
+}
+
+/// An amount is a number, of which is known how many there are of the smallest unit; a currency is a text.
+async fn require_money(
+    connection: &mut PgConnection,
+    table: &TableSettings,
+    orders: &Relation,
+) -> Result<(), CatalogError> {
+    if let Some(amount) = &table.amount {
+        let found = type_of(connection, "amount", amount, orders).await?;
+        let why = match found.as_str() {
+            "INT2" | "INT4" | "INT8" => None,
+            "NUMERIC" | "FLOAT4" | "FLOAT8" if table.minor_units.is_some() => None,
+            "NUMERIC" | "FLOAT4" | "FLOAT8" => Some(format!(
+                "is {}, of which minor_units is not given; write minor_units = 2 for an amount such as 49.99, or 0 if it counts cents",
+                found.to_lowercase()
+            )),
+            _ => Some(format!(
+                "is {}, not a number; write an expression of type bigint or numeric",
+                found.to_lowercase()
+            )),
+        };
+        if let Some(why) = why {
+            return Err(MappingError::new("amount", why).into());
+        }
+    }
+    if let Some(currency) = &table.currency {
+        // An enum too: what matters is the word that Postgres prints.
+        let found = type_of(connection, "currency", currency, orders).await?;
+        if ["BOOL", "INT2", "INT4", "INT8", "NUMERIC", "FLOAT4", "FLOAT8"].contains(&found.as_str()) {
+            let why = format!(
+                "is {}, not three letters; write such as \"'EUR'\", or name a column that has them",
+                found.to_lowercase()
+            );
+            return Err(MappingError::new("currency", why).into());
+        }
+    }
+    Ok(())
 }
 
 /// A STABLE function reads what was committed when the statement began, possibly before the order's row was locked.

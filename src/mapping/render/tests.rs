@@ -6,7 +6,7 @@ use order_timeout_core::kind::Kind;
 
 use super::*;
 use crate::config::Settings;
-use crate::mapping::RelationKind;
+use crate::mapping::{RelationKind, default_tables};
 
 /// A relation with these columns: name and type.
 fn relation(schema: &str, name: &str, kind: RelationKind, columns: &[(&str, &str)]) -> Relation {
@@ -142,6 +142,18 @@ fn statements_match_golden_files() {
             Some(deadline) => assert_golden(&format!("{shop}_deadline.sql"), &deadline),
             None => assert!(["mall", "tenants"].contains(&shop), "{shop}"),
         }
+    }
+}
+
+/// What operators ask, of the default tables too.
+#[test]
+fn questions_match_golden_files() {
+    let asked = ["mall", "tenants"].map(|shop| (shop, render(&words(), &table(shop), &facts(shop)).unwrap().questions));
+    let default = default_tables::questions().clone();
+    for (name, asked) in asked.into_iter().chain([("default", default)]) {
+        let parts = [&asked.overdue, &asked.due, &asked.due_minutes, asked.units_by_minute.as_ref().unwrap()];
+        let sql = format!("-- What operators ask about {name}.\n{}", parts.map(String::as_str).join(";\n\n"));
+        assert_golden(&format!("{name}_questions.sql"), &sql);
     }
 }
 

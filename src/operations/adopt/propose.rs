@@ -229,6 +229,9 @@ const DEADLINE: [&str; 19] = [
 const CREATED: [&str; 10] =
     ["creat", "insert", "placed", "datetime", "angelegt", "erstellt", "bestellt", "creado", "inizio", "创建"];
 const CLOSED_AT: [&str; 5] = ["closed", "cancel", "storn", "anulad", "geschlossen"];
+/// Of what an order costs in all, and of its currency.
+const AMOUNT: [&str; 8] = ["payamount", "total", "amount", "price", "betrag", "summe", "importe", "金额"];
+const CURRENCY: [&str; 5] = ["currency", "währung", "waehrung", "moneda", "devise"];
 const CHANGED_AT: [&str; 5] = ["modif", "updat", "chang", "geändert", "actualiz"];
 
 /// The column with the most to say for it, if that is enough.
@@ -404,6 +407,7 @@ impl Draft {
         lines.extend(self.id());
         let open = self.conditions(&mut lines);
         let deadline = self.deadline(&mut lines);
+        self.money(&mut lines);
         self.close(&mut lines);
         let mut ddl = Vec::new();
         for reservation in &self.reservations {
@@ -512,6 +516,33 @@ impl Draft {
                 written
             }
         }
+    }
+
+    /// What an order costs: for the forecast alone, so that without a currency it is proposed as a comment.
+    fn money(&self, lines: &mut Vec<String>) {
+        let columns = &self.orders.relation.columns;
+        // The first part fits best, and the whole name better than a part of it.
+        let named = |parts: &[&str], types: &[&str]| {
+            let is_of = |name: &&String| types.contains(&columns[*name].base.as_str());
+            let names = || self.clues.iter().map(|clue| &clue.name).filter(is_of);
+            let whole = parts.iter().find_map(|part| names().find(|name| plain(name) == *part));
+            whole.or_else(|| parts.iter().find_map(|part| names().find(|name| has_part(name, &[part])))).cloned()
+        };
+        let Some(amount) = named(&AMOUNT, &["numeric", "int4", "int8"]) else { return };
+        let currency = named(&CURRENCY, &["text", "varchar", "bpchar", "citext"]);
+        let comment = if currency.is_some() { "" } else { "# " };
+        lines.push(match &currency {
+            Some(_) => "# A guess by the names: what an order costs, for the forecast.".into(),
+            None => "# A guess by its name: what an order costs, for the forecast. In which currency?".into(),
+        });
+        lines.push(format!("{comment}amount = {}", toml(&column(&amount))));
+        if columns[&amount].base == "numeric" {
+            lines.push(format!("{comment}minor_units = 2"));
+        } else {
+            lines.push("# It counts the smallest unit, such as cents; otherwise add minor_units.".into());
+        }
+        let currency = currency.map_or_else(|| "'EUR'".to_owned(), |currency| column(&currency));
+        lines.push(format!("{comment}currency = {}", toml(&currency)));
     }
 
     /// The column of the time at which the order was created, and its type.

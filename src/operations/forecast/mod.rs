@@ -157,10 +157,10 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
     // What was due before is overdue.
     let window = Window { from: now, until: now + reach };
     let first = window.first_minute();
-    let mut not_known = money_and_stock(orders);
+    let mut not_known = orders.untold();
     let counted = orders.due_minutes(window).await.map_err(ForecastError::Unknown)?;
     if counted.is_cut {
-        let why = "the orders table is your own, and only so many of its orders are read; ask for less time";
+        let why = "the orders table is behind statements of your own, and only so many of its orders are read; ask for less time";
         not_known.push(NotKnown { what: "later minutes", why: why.to_owned() });
     }
     let minutes = with_units(orders, window, counted, &mut not_known).await;
@@ -186,13 +186,6 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
     })
 }
 
-/// What no statement of the orders contract tells.
-fn money_and_stock(orders: &OrdersTable) -> Vec<NotKnown> {
-    let why = "the orders table is your own, and its overdue statement returns ids and deadlines only";
-    let what = ["money", "stock"].into_iter().filter(|_| orders.is_of_the_shop());
-    what.map(|what| NotKnown { what, why: why.to_owned() }).collect()
-}
-
 async fn with_units(
     orders: &OrdersTable,
     window: Window,
@@ -200,10 +193,7 @@ async fn with_units(
     not_known: &mut Vec<NotKnown>,
 ) -> BTreeMap<u32, DueMinute> {
     let mut minutes = counted.minutes;
-    if orders.is_of_the_shop() {
-        return minutes;
-    }
-    if let Some(units) = known("stock", orders.units_by_minute(window).await, not_known) {
+    if let Some(units) = known("stock", orders.units_by_minute(window).await, not_known).flatten() {
         for (number, minute) in &mut minutes {
             // Orders without items reserve nothing.
             minute.units = Some(units.get(number).copied().unwrap_or(0));

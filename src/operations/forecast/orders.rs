@@ -6,7 +6,7 @@ use order_timeout_core::message::{read_rfc3339, write_rfc3339};
 use order_timeout_core::order::{OrderId, SweepPlace, Timestamp};
 use serde::Serialize;
 
-use super::{ForecastError, USUAL_REACH, money_and_stock};
+use super::{ForecastError, USUAL_REACH};
 use crate::operations::NotKnown;
 use crate::operations::orders_table::OrdersTable;
 use crate::operations::orders_table::due::{DueOrder, DueQuery, Window};
@@ -65,7 +65,7 @@ pub async fn due_orders(orders: &OrdersTable, query: OrdersQuery) -> Result<DueO
         until: write_rfc3339(window.until),
         orders: page.orders,
         next: page.next.as_ref().map(write_place),
-        not_known: money_and_stock(orders),
+        not_known: orders.untold(),
     })
 }
 

@@ -1,7 +1,6 @@
 //! Unpaid orders by the time at which they fall due: a page of them, and counts for each minute.
 //!
-//! Follows the deadline index, or the shop's own overdue statement, which tells ids and deadlines and nothing else.
-//! Reads only.
+//! Follows the deadline index. Statements of the shop's own tell ids and deadlines and nothing else. Reads only.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,17 +9,18 @@ use std::time::Duration;
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{OrderId, SweepPage, SweepPlace, SweepReach, Timestamp};
-use sqlx::Row;
 use sqlx::postgres::PgRow;
+use sqlx::{AssertSqlSafe, Row};
 
 use super::{OrdersTable, PAGE_SIZE, Unknown};
 use crate::effects::sweep::Sweeper;
+use crate::operations::NotKnown;
 use crate::postgres::{self, one_line};
 
 /// Rows that a search by text reads at most, for one page: without an index on the text, a word that matches nothing
 /// would otherwise read every unpaid order. The next page continues behind them.
 const MOST_SEARCHED: usize = 20_000;
-/// Orders of a shop's own table that are counted: they are read one by one.
+/// Orders behind statements of the shop's own that are counted: they are read one by one.
 const MOST_COUNTED: usize = 100_000;
 /// One minute in microseconds.
 const MINUTE_MICROS: i64 = 60_000_000;
@@ -158,50 +158,24 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] if the query fails.
     pub async fn due(&self, query: &DueQuery) -> Result<DuePage, Unknown> {
-        match &self.overdue {
-            Some(sweeper) => self.due_by_statement(sweeper, query).await,
-            None => self.due_in_default_table(query).await,
-        }
-    }
-
-    async fn due_in_default_table(&self, query: &DueQuery) -> Result<DuePage, Unknown> {
+        let questions = match self.questions() {
+            Ok(questions) => questions,
+            Err(sweeper) => return self.due_by_statement(sweeper, query).await,
+        };
         let searched = if query.text.is_some() { MOST_SEARCHED } else { query.limit };
         let (after_deadline, after_id) = match &query.after {
             Some(place) => (place.deadline, place.id.as_str()),
             // The window's first row is not before it.
             None => (Timestamp::from_unix_micros(i64::MIN), ""),
         };
-        let select = sqlx::query(
-            "WITH searched AS MATERIALIZED (
-                 SELECT o.id, o.expires_at, o.amount_minor, o.currency FROM orders o
-                 WHERE o.status = 'unpaid' AND o.expires_at >= $1 AND o.expires_at < $2
-                   -- One row comparison, so that the index scan begins where the previous page ended.
-                   AND (o.expires_at, o.id)
-                       > ($3, coalesce(nullif($4::text, ''), '00000000-0000-0000-0000-000000000000')::uuid)
-                 ORDER BY o.expires_at, o.id LIMIT $6
-             ),
-             judged AS (
-                 SELECT s.*, row_number() OVER (ORDER BY s.expires_at, s.id) AS number,
-                        $5::text IS NULL OR position(lower($5) IN s.id::text) > 0
-                        OR EXISTS (SELECT FROM order_items i
-                                   WHERE i.order_id = s.id AND position(lower($5) IN lower(i.article_id)) > 0)
-                            AS matches
-                 FROM searched s
-             )
-             SELECT j.id::text AS id, j.expires_at, j.amount_minor, j.currency, j.number, j.matches,
-                    (SELECT sum(i.quantity)::bigint FROM order_items i WHERE i.order_id = j.id) AS units
-             FROM judged j
-             -- The last row that was searched tells where the next page begins, even if it does not match.
-             WHERE j.matches OR j.number = $6
-             ORDER BY j.expires_at, j.id LIMIT $7",
-        )
-        .bind(Timestamptz(query.window.from))
-        .bind(Timestamptz(query.window.until))
-        .bind(Timestamptz(after_deadline))
-        .bind(after_id)
-        .bind(query.text.as_deref())
-        .bind(signed(searched))
-        .bind(signed(query.limit));
+        let select = sqlx::query(AssertSqlSafe(questions.due.clone()))
+            .bind(Timestamptz(query.window.from))
+            .bind(Timestamptz(query.window.until))
+            .bind(Timestamptz(after_deadline))
+            .bind(after_id)
+            .bind(query.text.as_deref())
+            .bind(signed(searched))
+            .bind(signed(query.limit));
         let rows = self.read(async |connection| select.fetch_all(connection).await).await?;
         let rows = rows.iter().map(Found::read).collect::<Result<Vec<_>, _>>().map_err(|error| one_line(&error))?;
         let is_full = rows.len() == query.limit || rows.last().is_some_and(|row| row.number == signed(searched));
@@ -243,26 +217,16 @@ impl OrdersTable {
         }
     }
 
-    /// Counts what falls due in each minute of the window. A shop's own table is counted up to 100 000 orders.
+    /// Counts what falls due in each minute of the window; by statements of the shop's own, up to 100 000 orders.
     ///
     /// # Errors
     /// [`Unknown`] if the query fails.
     pub async fn due_minutes(&self, window: Window) -> Result<DueMinutes, Unknown> {
-        if let Some(sweeper) = &self.overdue {
-            return self.count_by_statement(sweeper, window).await;
-        }
-        let select = sqlx::query(
-            "SELECT floor(date_part('epoch', o.expires_at - $3) / 60)::bigint AS minute, o.currency,
-                    count(*) AS orders, sum(o.amount_minor)::bigint AS amount_minor,
-                    count(*) FILTER (WHERE o.amount_minor IS NULL OR o.currency IS NULL) AS without_amount
-             FROM orders o
-             WHERE o.status = 'unpaid' AND o.expires_at >= $1 AND o.expires_at < $2
-             GROUP BY 1, 2",
-        )
-        .bind(Timestamptz(window.from))
-        .bind(Timestamptz(window.until))
-        .bind(Timestamptz(window.first_minute()));
-        let rows = self.read(async |connection| select.fetch_all(connection).await).await?;
+        let questions = match self.questions() {
+            Ok(questions) => questions,
+            Err(sweeper) => return self.count_by_statement(sweeper, window).await,
+        };
+        let rows = self.ask_window(&questions.due_minutes, window).await?;
         let mut minutes: BTreeMap<u32, DueMinute> = BTreeMap::new();
         for row in &rows {
             add_row(row, &mut minutes).map_err(|error| one_line(&error))?;
@@ -270,23 +234,49 @@ impl OrdersTable {
         Ok(DueMinutes { minutes, is_cut: false })
     }
 
-    /// The units of stock that unpaid orders reserve, by the minute of the window in which they fall due.
+    /// The units of stock that unpaid orders reserve, by the minute of the window in which they fall due; `None` if nothing
+    /// says how much stock an order reserves.
     ///
     /// # Errors
-    /// [`Unknown`] for a table of the shop's own, or if the query fails.
-    pub async fn units_by_minute(&self, window: Window) -> Result<BTreeMap<u32, i64>, Unknown> {
-        self.is_default("how much stock it holds")?;
-        let select = sqlx::query_as(
-            "SELECT floor(date_part('epoch', o.expires_at - $3) / 60)::bigint AS minute, sum(i.quantity)::bigint
-             FROM orders o JOIN order_items i ON i.order_id = o.id
-             WHERE o.status = 'unpaid' AND o.expires_at >= $1 AND o.expires_at < $2
-             GROUP BY 1",
-        )
-        .bind(Timestamptz(window.from))
-        .bind(Timestamptz(window.until))
-        .bind(Timestamptz(window.first_minute()));
-        let rows: Vec<(i64, i64)> = self.read(async |connection| select.fetch_all(connection).await).await?;
-        Ok(rows.into_iter().filter_map(|(minute, units)| Some((u32::try_from(minute).ok()?, units))).collect())
+    /// [`Unknown`] if the query fails.
+    pub async fn units_by_minute(&self, window: Window) -> Result<Option<BTreeMap<u32, i64>>, Unknown> {
+        let Some(sql) = self.questions().ok().and_then(|questions| questions.units_by_minute.as_ref()) else {
+            return Ok(None);
+        };
+        let rows = self.ask_window(sql, window).await?;
+        let read = |row: &PgRow| Ok((row.try_get::<i64, _>("minute")?, row.try_get::<Option<i64>, _>("units")?));
+        let rows: Result<Vec<_>, sqlx::Error> = rows.iter().map(read).collect();
+        let rows = rows.map_err(|error| one_line(&error))?;
+        Ok(Some(rows.into_iter().filter_map(|(minute, units)| Some((u32::try_from(minute).ok()?, units?))).collect()))
+    }
+
+    async fn ask_window(&self, sql: &str, window: Window) -> Result<Vec<PgRow>, Unknown> {
+        // Rendered from the operator's configuration.
+        let select = sqlx::query(AssertSqlSafe(sql.to_owned()))
+            .bind(Timestamptz(window.from))
+            .bind(Timestamptz(window.until))
+            .bind(Timestamptz(window.first_minute()));
+        self.read(async |connection| select.fetch_all(connection).await).await
+    }
+
+    /// What an order costs and reserves, as far as nothing says: `money`, `stock`, each with the reason.
+    #[must_use]
+    pub fn untold(&self) -> Vec<NotKnown> {
+        let (money, stock) = match self.questions() {
+            Err(_) => {
+                let why = "the orders table is behind statements of your own, which return ids and deadlines only";
+                (Some(why.to_owned()), Some(why.to_owned()))
+            }
+            Ok(questions) => {
+                let missing = |setting| format!("kinds.{}.table.{setting} is not given", self.kind());
+                (
+                    (!questions.tells_money).then(|| missing("amount")),
+                    questions.units_by_minute.is_none().then(|| missing("give_back")),
+                )
+            }
+        };
+        let told = [("money", money), ("stock", stock)];
+        told.into_iter().filter_map(|(what, why)| Some(NotKnown { what, why: why? })).collect()
     }
 
     async fn count_by_statement(&self, sweeper: &Sweeper, window: Window) -> Result<DueMinutes, Unknown> {
@@ -335,7 +325,7 @@ fn add_row(row: &PgRow, minutes: &mut BTreeMap<u32, DueMinute>) -> Result<(), sq
     Ok(())
 }
 
-/// A row of the search in the default table.
+/// A row of the search.
 struct Found {
     order: DueOrder,
     matches: bool,
@@ -344,14 +334,12 @@ struct Found {
 
 impl Found {
     fn read(row: &PgRow) -> Result<Self, sqlx::Error> {
-        let (id, Timestamptz(deadline)): (String, Timestamptz) = (row.try_get("id")?, row.try_get("expires_at")?);
+        let (id, Timestamptz(deadline)): (String, Timestamptz) = (row.try_get("order_id")?, row.try_get("deadline")?);
         let order_id = OrderId::new(id).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))?;
         let (currency, amount): (Option<String>, Option<i64>) =
             (row.try_get("currency")?, row.try_get("amount_minor")?);
         let money = currency.zip(amount).map(|(currency, amount_minor)| Money { currency, amount_minor });
-        // An order without items reserves nothing.
-        let units: Option<i64> = row.try_get("units")?;
-        let order = DueOrder { order_id, deadline, money, units: Some(units.unwrap_or(0)) };
+        let order = DueOrder { order_id, deadline, money, units: row.try_get("units")? };
         Ok(Self { order, matches: row.try_get("matches")?, number: row.try_get("number")? })
     }
 }

@@ -48,6 +48,24 @@ fn proposal_for_clear_shop_is_right() {
 }
 
 #[test]
+fn proposal_guesses_what_orders_cost() {
+    const SHOPS: &str = "
+        CREATE TABLE public.cents (id bigint PRIMARY KEY, status text, expires_at timestamptz, item_total bigint, total bigint, currency char(3));
+        CREATE TABLE public.yuan (id bigint PRIMARY KEY, status text, expires_at timestamptz, pay_amount numeric(10, 2))";
+    TestEnv::builder().without_broker().run(async |env| {
+        execute(&env, SHOPS).await;
+        let database = Database::connect(&env.settings.database, 2).await.unwrap();
+        for (table, part) in [
+            ("public.cents", "\namount = \"total\"\n# It counts the smallest unit, such as cents; otherwise add minor_units.\ncurrency = \"currency\"\n"),
+            ("public.yuan", "In which currency?\n# amount = \"pay_amount\"\n# minor_units = 2\n# currency = \"'EUR'\"\n"),
+        ] {
+            let proposal = propose::propose(&database, &Kind::ORDER, Some(table)).await.unwrap();
+            assert!(proposal.toml.contains(part), "{}", proposal.toml);
+        }
+    });
+}
+
+#[test]
 fn proposal_finds_stock_by_foreign_keys() {
     TestEnv::builder().without_broker().run(async |env| {
         execute(&env, &text("tenants", "schema.sql")).await;

@@ -1,0 +1,225 @@
+//! What operators ask about the orders of a mapped table: one order, how many are overdue, and what falls due when, with
+//! money and stock as far as the mapping says.
+//!
+//! Pure. Every statement only reads, and follows the index of `overdue`.
+
+use super::{
+    AFTER_LAST_DEADLINE, FIRST_DEADLINE, MappingError, Parts, among, as_numbered, ended, ids, name, numbered, require,
+};
+
+/// Statements that tell operators about the orders of a mapped table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Questions {
+    /// One order: its status and deadline. `$1` text: its id.
+    pub row: String,
+    /// The same, of an order whose row no other session holds.
+    pub free_row: String,
+    /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as
+    /// Postgres prints it, and how many have an id that no message can carry.
+    pub unusable: String,
+    /// How many orders are overdue: `orders` bigint, `oldest` timestamptz, and the id of that one, `example` text.
+    pub overdue: String,
+    /// A page of what falls due, by (deadline, id). `$1`, `$2` timestamptz: from, and before; `$3` timestamptz, `$4` text:
+    /// the row behind which it begins, with an empty id if it is the first page; `$5` text: a part of the order's id or of
+    /// the key of one of its items, or NULL; `$6`, `$7` bigint: rows to search, and to return.
+    ///
+    /// `order_id` text, `deadline` timestamptz, `amount_minor` bigint, `currency` text, `units` bigint; `number` bigint:
+    /// which row of the search it is; `matches` boolean: false only for the last one of a full search.
+    pub due: String,
+    /// What falls due in each minute since `$3` timestamptz, `$1` and `$2` as above: `minute` bigint, `currency` text,
+    /// `orders` bigint, `amount_minor` bigint, `without_amount` bigint.
+    pub due_minutes: String,
+    /// The stock that those orders reserve, with the same parameters: `minute` bigint, `units` bigint. `None` if no
+    /// `give_back` says.
+    pub units_by_minute: Option<String>,
+    /// Whether the mapping says what an order costs.
+    pub tells_money: bool,
+}
+
+/// The first `give_back`, which is the stock that operators are told of.
+struct Reserved {
+    /// `table AS alias`
+    items: String,
+    /// Its columns with the order's id.
+    order: Vec<String>,
+    /// Its columns with the stock's key.
+    key: Vec<String>,
+    quantity: String,
+}
+
+impl Parts<'_> {
+    pub(super) fn questions(&self) -> Result<Questions, MappingError> {
+        let reserved = self.reserved()?;
+        Ok(Questions {
+            row: self.row(""),
+            free_row: self.row("\n    FOR NO KEY UPDATE SKIP LOCKED"),
+            unusable: self.unusable(),
+            overdue: self.count_overdue(),
+            due: self.due(reserved.as_ref()),
+            due_minutes: self.due_minutes(),
+            units_by_minute: reserved.as_ref().map(|reserved| self.units_by_minute(reserved)),
+            tells_money: self.table.amount.is_some(),
+        })
+    }
+
+    fn reserved(&self) -> Result<Option<Reserved>, MappingError> {
+        let (Some(settings), Some((items, _))) = (self.table.give_back.first(), self.facts.give_back.first()) else {
+            return Ok(None);
+        };
+        let alias = name(&items.name);
+        let of = |columns: &[String], setting: &str| {
+            columns
+                .iter()
+                .map(|column| {
+                    require(items, column, &format!("give_back[0].{setting}"))?;
+                    Ok(format!("{alias}.{}", name(column)))
+                })
+                .collect::<Result<Vec<_>, MappingError>>()
+        };
+        Ok(Some(Reserved {
+            items: format!("{} AS {alias}", items.qualified()),
+            order: of(&settings.order.0, "order")?,
+            key: of(&settings.key.0, "key")?,
+            quantity: ended(&settings.quantity),
+        }))
+    }
+
+    /// A text that is no id of this table has the status `malformed`.
+    fn row(&self, lock: &str) -> String {
+        let (orders, alias) = (self.orders(), self.alias());
+        format!(
+            "WITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_row AS MATERIALIZED (\n    SELECT CASE WHEN {paid} THEN 'paid' WHEN {open} THEN 'unpaid' ELSE 'closed' END AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
+            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
+            parts = self.with_parts("SELECT $1::text AS text_id"),
+            paid = format_args!("({})", ended(&self.table.paid)),
+            open = format_args!("({})", ended(&self.table.open)),
+            deadline = self.deadline,
+            asked = among(&self.id_columns(&alias), "ot_asked", "k"),
+            malformed = self.is_malformed(),
+        )
+    }
+
+    fn unusable(&self) -> String {
+        let (orders, alias, deadline, is_unpaid) = (self.orders(), self.alias(), &self.deadline, self.is_unpaid());
+        let id = ids::print(&self.id_columns(&alias));
+        format!(
+            "SELECT count(*) FILTER (WHERE f.is_never), min(f.deadline::text) FILTER (WHERE f.is_never),\n       count(*) FILTER (WHERE octet_length(f.id) NOT BETWEEN 1 AND 200 OR f.id ~ '[\\x01-\\x1f\\x7f-\\u009f]')\nFROM (\n    SELECT {id} AS id, {deadline} AS deadline, {deadline} < {FIRST_DEADLINE} OR {deadline} >= {AFTER_LAST_DEADLINE} AS is_never\n    FROM {orders} AS {alias} WHERE {is_unpaid}\n) f"
+        )
+    }
+
+    fn is_unpaid(&self) -> String {
+        format!("({}) AND ({}) IS NOT TRUE", ended(&self.table.open), ended(&self.table.paid))
+    }
+
+    /// Orders that fall due in the window of `$1` and `$2`.
+    fn is_due_in_window(&self) -> String {
+        let (deadline, is_unpaid) = (&self.deadline, self.is_unpaid());
+        format!("{is_unpaid}\n      AND {deadline} >= $1::timestamptz AND {deadline} < $2::timestamptz")
+    }
+
+    /// The columns `amount_minor` and `currency`: NULL where the mapping does not say.
+    fn money(&self) -> String {
+        let amount = self.table.amount.as_deref().map(|amount| {
+            let amount = ended(amount);
+            match self.table.minor_units {
+                None | Some(0) => format!("({amount})::bigint"),
+                Some(digits) => format!("round(({amount})::numeric * {})::bigint", 10_u32.pow(digits.into())),
+            }
+        });
+        let currency = self.table.currency.as_deref().map(|currency| format!("upper(({})::text)", ended(currency)));
+        format!(
+            "{} AS amount_minor, {} AS currency",
+            amount.as_deref().unwrap_or("NULL::bigint"),
+            currency.as_deref().unwrap_or("NULL::text")
+        )
+    }
+
+    fn count_overdue(&self) -> String {
+        let (orders, alias, deadline) = (self.orders(), self.alias(), &self.deadline);
+        let ids = self.id_columns(&alias);
+        let overdue = format!(
+            "FROM {orders} AS {alias}\n    WHERE {}\n      AND {deadline} >= {FIRST_DEADLINE} AND {deadline} <= statement_timestamp()",
+            self.is_unpaid()
+        );
+        format!(
+            "SELECT count(*) AS orders, min({deadline}) AS oldest, (\n    SELECT {printed} {overdue}\n    ORDER BY {deadline}, {sorted} LIMIT 1) AS example\n    {overdue}",
+            printed = ids::print(&ids),
+            sorted = ids.join(", "),
+        )
+    }
+
+    fn due(&self, reserved: Option<&Reserved>) -> String {
+        let (alias, count) = (self.alias(), self.id.len());
+        let of_order = |reserved: &Reserved, step: &str| -> String {
+            let keys = numbered(&format!("{step}.k"), count);
+            let pairs = reserved.order.iter().zip(keys).map(|(column, key)| format!("{column} = {key}"));
+            pairs.collect::<Vec<_>>().join(" AND ")
+        };
+        let has_item = reserved.map_or_else(String::new, |reserved| {
+            format!(
+                "\n                OR EXISTS (SELECT FROM {} WHERE {} AND position(lower($5::text) IN lower({})) > 0)",
+                reserved.items,
+                of_order(reserved, "s"),
+                ids::print(&reserved.key)
+            )
+        });
+        let units = reserved.map_or_else(
+            || "NULL::bigint".to_owned(),
+            |reserved| {
+                format!(
+                    "(SELECT coalesce(sum({}), 0)::bigint FROM {} WHERE {})",
+                    reserved.quantity,
+                    reserved.items,
+                    of_order(reserved, "j")
+                )
+            },
+        );
+        format!(
+            "WITH {after},\not_searched AS MATERIALIZED (\n    SELECT {printed} AS order_id, {keys}, {deadline} AS deadline, {money}\n    FROM {orders} AS {alias}\n    WHERE {is_due}\n      AND {is_after}\n    ORDER BY {deadline}, {ids} LIMIT $6::bigint\n),\not_judged AS (\n    SELECT s.*, row_number() OVER (ORDER BY s.deadline, {searched_keys}) AS number,\n           $5::text IS NULL OR position(lower($5::text) IN lower(s.order_id)) > 0{has_item} AS matches\n    FROM ot_searched s\n)\nSELECT j.order_id, j.deadline, j.amount_minor, j.currency, j.number, j.matches,\n       {units} AS units\nFROM ot_judged j\n-- The last row that was searched tells where the next page begins, even if it does not match.\nWHERE j.matches OR j.number = $6::bigint\nORDER BY j.number LIMIT $7::bigint",
+            after = self.after("$4"),
+            printed = ids::print(&self.id_columns(&alias)),
+            keys = self.id_as_keys(&alias),
+            deadline = self.deadline,
+            money = self.money(),
+            orders = self.orders(),
+            is_due = self.is_due_in_window(),
+            is_after = self.is_after("$3", "$4").replace("\n  AND", "\n      AND"),
+            ids = self.id_columns(&alias).join(", "),
+            searched_keys = self.keys("s.k"),
+        )
+    }
+
+    /// The minute of an order's deadline, since `$3`.
+    fn minute(&self) -> String {
+        format!("floor(date_part('epoch', {} - $3::timestamptz) / 60)::bigint AS minute", self.deadline)
+    }
+
+    fn due_minutes(&self) -> String {
+        format!(
+            "WITH ot_due AS (\n    SELECT {minute}, {money}\n    FROM {orders} AS {alias}\n    WHERE {is_due}\n)\nSELECT d.minute, d.currency, count(*) AS orders, sum(d.amount_minor)::bigint AS amount_minor,\n       count(*) FILTER (WHERE d.amount_minor IS NULL OR d.currency IS NULL) AS without_amount\nFROM ot_due d\nGROUP BY 1, 2",
+            minute = self.minute(),
+            money = self.money(),
+            orders = self.orders(),
+            alias = self.alias(),
+            is_due = self.is_due_in_window(),
+        )
+    }
+
+    /// Two derived tables, so that no name in the operator's expressions is one of the other table's, and the planner may
+    /// still hash one of them.
+    fn units_by_minute(&self, reserved: &Reserved) -> String {
+        let same: Vec<String> = (1..=self.id.len()).map(|number| format!("i.k{number} = d.k{number}")).collect();
+        format!(
+            "SELECT d.minute, sum(i.quantity)::bigint AS units\nFROM (\n    SELECT {keys}, {minute}\n    FROM {orders} AS {alias}\n    WHERE {is_due}\n) d\nJOIN (SELECT {of_order}, ({quantity}) AS quantity FROM {items}) i ON {same}\nGROUP BY 1",
+            keys = self.id_as_keys(&self.alias()),
+            minute = self.minute(),
+            orders = self.orders(),
+            alias = self.alias(),
+            is_due = self.is_due_in_window(),
+            of_order = as_numbered(&reserved.order, "k"),
+            quantity = reserved.quantity,
+            items = reserved.items,
+            same = same.join(" AND "),
+        )
+    }
+}
