@@ -20,7 +20,7 @@ use crate::{Order, RunningWorker, TestEnv, promised, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// A deadline that comes only after a server has been stopped, even on a busy machine. For settings with [`hold_long`].
-pub const HELD_LONG: Duration = Duration::from_secs(20);
+pub const HELD_LONG: Duration = Duration::from_secs(8);
 
 /// A test's own queue is deleted after this long without use.
 const EXPIRES_AFTER_MS: i32 = 600_000;
