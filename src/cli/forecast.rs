@@ -91,7 +91,9 @@ fn write_orders(page: &DueOrders, to: &mut CommandOutcome) {
     for DueOrder { order_id, deadline, money, units } in &page.orders {
         let money = money.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
         let units = units.map_or_else(|| "-".to_owned(), |units| units.to_string());
-        to.line(format!("{:<27}  {order_id:<36}  {money:>16}  {units:>6}", write_rfc3339(*deadline)));
+        // As text: an id of its own type is printed without padding.
+        let (deadline, order_id) = (write_rfc3339(*deadline), order_id.as_str());
+        to.line(format!("{deadline:<27}  {order_id:<36}  {money:>16}  {units:>6}"));
     }
     if let Some(next) = &page.next {
         let shown = page.orders.len();

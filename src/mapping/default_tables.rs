@@ -12,22 +12,11 @@ use crate::config::kinds::TableSettings;
 
 const MAPPING: &str = include_str!("default_tables.toml");
 
-/// Columns that the mapping names: name, type in `pg_type`, type as SQL casts to it.
+/// Columns that the questions name: name, type in `pg_type`, type as SQL casts to it.
 type Columns = &'static [(&'static str, &'static str, &'static str)];
 
-const ORDERS: Columns = &[
-    ("id", "uuid", "uuid"),
-    ("status", "order_status", "order_status"),
-    ("expires_at", "timestamptz", "timestamp with time zone"),
-    ("closed_at", "timestamptz", "timestamp with time zone"),
-    ("close_reason", "text", "text"),
-    ("amount_minor", "int8", "bigint"),
-    ("currency", "text", "text"),
-];
-const ORDER_ITEMS: Columns =
-    &[("order_id", "uuid", "uuid"), ("article_id", "text", "text"), ("quantity", "int8", "bigint")];
-const STOCK: Columns =
-    &[("article_id", "text", "text"), ("available", "int8", "bigint"), ("reserved", "int8", "bigint")];
+const ORDERS: Columns = &[("id", "uuid", "uuid"), ("expires_at", "timestamptz", "timestamp with time zone")];
+const ORDER_ITEMS: Columns = &[("order_id", "uuid", "uuid"), ("article_id", "text", "text")];
 
 static QUESTIONS: LazyLock<Questions> = LazyLock::new(|| {
     let words = KindWords { kind: Kind::ORDER, event: "order.closed".into(), reason: "unpaid".into() };
@@ -49,7 +38,8 @@ fn facts() -> Facts {
     Facts {
         orders: relation("orders", ORDERS),
         deadline_type: "TIMESTAMPTZ".into(),
-        give_back: vec![(relation("order_items", ORDER_ITEMS), relation("stock", STOCK))],
+        give_back: vec![(relation("order_items", ORDER_ITEMS), relation("stock", &[]))],
+        money_fault: None,
     }
 }
 

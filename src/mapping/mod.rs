@@ -1,5 +1,5 @@
 //! A mapping instead of SQL: the statements of the orders contract for a table of the shop's own, rendered from
-//! settings and from what the catalog says of the table.
+//! settings and from what the catalog says of the table; and what operators ask of it, and of the default tables.
 //!
 //! Pure: no I/O. `render.rs` writes the statements, `ids.rs` their ids, `quote.rs` names and values; `predicate.rs`
 //! reads the operator's SQL as far as that is necessary. `src/postgres/catalog.rs` finds the facts.
@@ -111,6 +111,8 @@ pub struct Facts {
     pub deadline_type: String,
     /// For each `give_back`: its items and its stock.
     pub give_back: Vec<(Relation, Relation)>,
+    /// Why `amount` or `currency` cannot be used: no close needs them, so a worker closes without.
+    pub money_fault: Option<MappingError>,
 }
 
 /// What the statements of a kind write besides what its table says.

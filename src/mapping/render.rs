@@ -411,7 +411,7 @@ impl<'a> Parts<'a> {
             printed = ids::print(&self.id_columns(&alias)),
             open = ended(&self.table.open),
             paid = ended(&self.table.paid),
-            is_after = self.is_after("$2", "$3"),
+            is_after = self.is_after("$2", "$3", "  "),
             ids = self.id_columns(&alias).join(", "),
         )
     }
@@ -427,7 +427,7 @@ impl<'a> Parts<'a> {
 
     /// Rows behind the last one of the page before; all from that deadline on if its id is empty. The first comparison is
     /// the one that an index scan begins with.
-    fn is_after(&self, deadline: &str, id: &str) -> String {
+    fn is_after(&self, deadline: &str, id: &str, indent: &str) -> String {
         let alias = self.alias();
         let after: Vec<String> = numbered("a.k", self.id.len());
         let first: Vec<String> = after
@@ -440,7 +440,7 @@ impl<'a> Parts<'a> {
             values.join(", ")
         };
         format!(
-            "({of_row}, {ids}) >= ({deadline}::timestamptz, {first})\n  AND ({id}::text = '' OR ({of_row}, {ids}) > ({deadline}::timestamptz, {after}))",
+            "({of_row}, {ids}) >= ({deadline}::timestamptz, {first})\n{indent}AND ({id}::text = '' OR ({of_row}, {ids}) > ({deadline}::timestamptz, {after}))",
             of_row = self.deadline,
             ids = self.id_columns(&alias).join(", "),
             first = from(&first),

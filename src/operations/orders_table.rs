@@ -28,11 +28,11 @@ const CHANGED_DEFAULTS: [&str; 4] = ["orders", "stock", "reserved_resources", "o
 const PAGE_SIZE: usize = 1_000;
 /// Overdue orders that are counted, or searched for one order, by statements of the shop's own.
 const MOST_OVERDUE: usize = 10_000;
+/// Overdue orders that are counted in the database: the page asks every two seconds.
+const MOST_COUNTED_OVERDUE: u64 = 100_000;
 
 /// The status of a text that is no id of a mapped table.
 const MALFORMED: &str = "malformed";
-
-const OWN_TABLE: &str = "the orders table is your own (close_sql or a mapping)";
 
 /// Why something is not known, in one sentence.
 pub type Unknown = String;
@@ -64,7 +64,7 @@ pub struct RowDates {
 pub struct OverdueOrders {
     /// How many.
     pub orders: u64,
-    /// Whether there may be more: statements of the shop's own are asked for only so many.
+    /// Whether there may be more: only so many are counted.
     pub is_at_least: bool,
     /// The deadline of the oldest.
     pub oldest: Option<Timestamp>,
@@ -186,12 +186,13 @@ impl OrdersTable {
                 return Ok(OverdueOrders { orders: found.len() as u64, is_at_least, oldest, example });
             }
         };
-        let count = sqlx::query(AssertSqlSafe(questions.overdue.clone()));
+        let count = sqlx::query(AssertSqlSafe(questions.overdue.clone())).bind(MOST_COUNTED_OVERDUE.cast_signed() + 1);
         let row = self.read(async |connection| count.fetch_one(connection).await).await?;
         let (orders, oldest): (i64, Option<Timestamptz>) = (get(&row, "orders")?, get(&row, "oldest")?);
         let oldest = oldest.map(|Timestamptz(oldest)| oldest);
         let example = get::<Option<String>>(&row, "example")?.and_then(|id| OrderId::new(id).ok());
-        Ok(OverdueOrders { orders: orders.unsigned_abs(), is_at_least: false, oldest, example })
+        let (orders, is_at_least) = (orders.unsigned_abs(), orders.unsigned_abs() > MOST_COUNTED_OVERDUE);
+        Ok(OverdueOrders { orders: orders.min(MOST_COUNTED_OVERDUE), is_at_least, oldest, example })
     }
 
     /// The order's row; `None` if there is no such order.
@@ -316,7 +317,7 @@ impl OrdersTable {
         match self.source {
             Source::Default => Ok(()),
             Source::Mapped(_) | Source::Statement(_) => {
-                Err(format!("{OWN_TABLE}, and its overdue statement does not tell {what}"))
+                Err(format!("the orders table is your own, and neither a mapping nor statements tell {what}"))
             }
         }
     }
@@ -361,7 +362,7 @@ async fn overdue_row(sweeper: &Sweeper, id: &OrderId) -> Result<Option<OrderRow>
     match deadline {
         Some(deadline) => Ok(Some(OrderRow { status: None, deadline: Some(deadline) })),
         None => Err(format!(
-            "{OWN_TABLE}, and the order is not among {among} overdue orders; its status and deadline are in your table"
+            "the orders table is known by statements of your own, and the order is not among {among} overdue orders; its status and deadline are in your table"
         )),
     }
 }

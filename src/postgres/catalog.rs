@@ -56,7 +56,13 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     if let Some(zone) = &table.time_zone {
         require_zone(connection, zone).await?;
     }
-    require_money(connection, table, &orders).await?;
+    let money_fault = match require_money(connection, table, &orders).await {
+        Err(CatalogError::Mapping(fault)) => Some(fault),
+        found => {
+            found?;
+            None
+        }
+    };
     let mut give_back = Vec::new();
     for (index, settings) in table.give_back.iter().enumerate() {
         let key = |name: &str| format!("give_back[{index}].{name}");
@@ -72,7 +78,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     for (index, also) in table.also.iter().enumerate() {
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
-    Ok(Facts { orders, deadline_type, give_back })
+    Ok(Facts { orders, deadline_type, give_back, money_fault })
 }
 
 /// An amount is a number, of which is known how many there are of the smallest unit; a currency is a text.
@@ -85,15 +91,9 @@ async fn require_money(
         let found = type_of(connection, "amount", amount, orders).await?;
         let why = match found.as_str() {
             "INT2" | "INT4" | "INT8" => None,
-            "NUMERIC" | "FLOAT4" | "FLOAT8" if table.minor_units.is_some() => None,
-            "NUMERIC" | "FLOAT4" | "FLOAT8" => Some(format!(
-                "is {}, of which minor_units is not given; write minor_units = 2 for an amount such as 49.99, or 0 if it counts cents",
-                found.to_lowercase()
-            )),
-            _ => Some(format!(
-                "is {}, not a number; write an expression of type bigint or numeric",
-                found.to_lowercase()
-            )),
+            "NUMERIC" if table.minor_units.is_some() => None,
+            "NUMERIC" => Some("is numeric, of which minor_units is not given; write minor_units = 2 for an amount such as 49.99, or 0 if it counts cents".to_owned()),
+            other => Some(format!("is {}; write an expression of type bigint or numeric", other.to_lowercase())),
         };
         if let Some(why) = why {
             return Err(MappingError::new("amount", why).into());
@@ -259,6 +259,17 @@ async fn type_of(
             Err(MappingError::new(key, why).into())
         }
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Why a rendered statement cannot be prepared; `None` if it can.
+///
+/// # Errors
+/// sqlx's, if the database does not answer.
+pub async fn why_not_prepared(connection: &mut PgConnection, sql: &str) -> Result<Option<String>, sqlx::Error> {
+    match connection.prepare(AssertSqlSafe(sql.to_owned()).into_sql_str()).await {
+        Err(error) if error.as_database_error().is_some() => Ok(Some(one_line(&error))),
+        prepared => prepared.map(|_| None),
     }
 }
 

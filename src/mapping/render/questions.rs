@@ -1,11 +1,14 @@
 //! What operators ask about the orders of a mapped table: one order, how many are overdue, and what falls due when, with
 //! money and stock as far as the mapping says.
 //!
-//! Pure. Every statement only reads, and follows the index of `overdue`.
+//! Pure. No statement changes a row. What is asked of many orders follows the index of `overdue`.
 
 use super::{
-    AFTER_LAST_DEADLINE, FIRST_DEADLINE, MappingError, Parts, among, as_numbered, ended, ids, name, numbered, require,
+    AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, MappingError, Parts, among, as_numbered, ended, ids, name,
+    numbered, require,
 };
+
+use crate::config::kinds::key_of;
 
 /// Statements that tell operators about the orders of a mapped table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +20,8 @@ pub struct Questions {
     /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as
     /// Postgres prints it, and how many have an id that no message can carry.
     pub unusable: String,
-    /// How many orders are overdue: `orders` bigint, `oldest` timestamptz, and the id of that one, `example` text.
+    /// How many orders are overdue, at most `$1` bigint: `orders` bigint, `oldest` timestamptz, and the id of that one,
+    /// `example` text. As in all that follow, without those whose id no message can carry: they are never closed.
     pub overdue: String,
     /// A page of what falls due, by (deadline, id). `$1`, `$2` timestamptz: from, and before; `$3` timestamptz, `$4` text:
     /// the row behind which it begins, with an empty id if it is the first page; `$5` text: a part of the order's id or of
@@ -32,8 +36,8 @@ pub struct Questions {
     /// The stock that those orders reserve, with the same parameters: `minute` bigint, `units` bigint. `None` if no
     /// `give_back` says.
     pub units_by_minute: Option<String>,
-    /// Whether the mapping says what an order costs.
-    pub tells_money: bool,
+    /// Why it is not known what an order costs, in one sentence; `None` if it is.
+    pub why_no_money: Option<String>,
 }
 
 /// The first `give_back`, which is the stock that operators are told of.
@@ -47,7 +51,7 @@ struct Reserved {
     quantity: String,
 }
 
-impl Parts<'_> {
+impl<'a> Parts<'a> {
     pub(super) fn questions(&self) -> Result<Questions, MappingError> {
         let reserved = self.reserved()?;
         Ok(Questions {
@@ -58,7 +62,7 @@ impl Parts<'_> {
             due: self.due(reserved.as_ref()),
             due_minutes: self.due_minutes(),
             units_by_minute: reserved.as_ref().map(|reserved| self.units_by_minute(reserved)),
-            tells_money: self.table.amount.is_some(),
+            why_no_money: self.why_no_money(),
         })
     }
 
@@ -101,9 +105,9 @@ impl Parts<'_> {
 
     fn unusable(&self) -> String {
         let (orders, alias, deadline, is_unpaid) = (self.orders(), self.alias(), &self.deadline, self.is_unpaid());
-        let id = ids::print(&self.id_columns(&alias));
+        let (id, is_unusable) = (ids::print(&self.id_columns(&alias)), is_unusable("f.id"));
         format!(
-            "SELECT count(*) FILTER (WHERE f.is_never), min(f.deadline::text) FILTER (WHERE f.is_never),\n       count(*) FILTER (WHERE octet_length(f.id) NOT BETWEEN 1 AND 200 OR f.id ~ '[\\x01-\\x1f\\x7f-\\u009f]')\nFROM (\n    SELECT {id} AS id, {deadline} AS deadline, {deadline} < {FIRST_DEADLINE} OR {deadline} >= {AFTER_LAST_DEADLINE} AS is_never\n    FROM {orders} AS {alias} WHERE {is_unpaid}\n) f"
+            "SELECT count(*) FILTER (WHERE f.is_never), min(f.deadline::text) FILTER (WHERE f.is_never),\n       count(*) FILTER (WHERE {is_unusable})\nFROM (\n    SELECT {id} AS id, {deadline} AS deadline, {deadline} < {FIRST_DEADLINE} OR {deadline} >= {AFTER_LAST_DEADLINE} AS is_never\n    FROM {orders} AS {alias} WHERE {is_unpaid}\n) f"
         )
     }
 
@@ -111,22 +115,45 @@ impl Parts<'_> {
         format!("({}) AND ({}) IS NOT TRUE", ended(&self.table.open), ended(&self.table.paid))
     }
 
+    fn why_no_money(&self) -> Option<String> {
+        let kind = &self.words.kind;
+        match (&self.facts.money_fault, &self.table.amount) {
+            (Some(MappingError { key, why }), _) => Some(format!("{} {why}", key_of(kind, key))),
+            (None, None) => {
+                Some(format!("{} is not given; write what an order costs (docs/ADOPTING.md)", key_of(kind, "amount")))
+            }
+            (None, Some(_)) => None,
+        }
+    }
+
+    /// Orders that can be closed: open, not paid, and with an id that a message can carry, which a number or a UUID is.
+    fn is_told(&self) -> String {
+        let is_text = |kind: &ColumnType| !["int2", "int4", "int8", "uuid"].contains(&kind.base.as_str());
+        let is_unpaid = self.is_unpaid();
+        if !self.id.iter().any(|(_, kind)| is_text(kind)) {
+            return is_unpaid;
+        }
+        let id = ids::print(&self.id_columns(&self.alias()));
+        format!("{is_unpaid}\n      AND NOT {}", is_unusable(&id))
+    }
+
     /// Orders that fall due in the window of `$1` and `$2`.
     fn is_due_in_window(&self) -> String {
-        let (deadline, is_unpaid) = (&self.deadline, self.is_unpaid());
-        format!("{is_unpaid}\n      AND {deadline} >= $1::timestamptz AND {deadline} < $2::timestamptz")
+        let (deadline, is_told) = (&self.deadline, self.is_told());
+        format!("{is_told}\n      AND {deadline} >= $1::timestamptz AND {deadline} < $2::timestamptz")
     }
 
     /// The columns `amount_minor` and `currency`: NULL where the mapping does not say.
     fn money(&self) -> String {
-        let amount = self.table.amount.as_deref().map(|amount| {
+        let known = |expression: &'a Option<String>| expression.as_deref().filter(|_| self.facts.money_fault.is_none());
+        let amount = known(&self.table.amount).map(|amount| {
             let amount = ended(amount);
             match self.table.minor_units {
                 None | Some(0) => format!("({amount})::bigint"),
                 Some(digits) => format!("round(({amount})::numeric * {})::bigint", 10_u32.pow(digits.into())),
             }
         });
-        let currency = self.table.currency.as_deref().map(|currency| format!("upper(({})::text)", ended(currency)));
+        let currency = known(&self.table.currency).map(|currency| format!("upper(({})::text)", ended(currency)));
         format!(
             "{} AS amount_minor, {} AS currency",
             amount.as_deref().unwrap_or("NULL::bigint"),
@@ -138,13 +165,13 @@ impl Parts<'_> {
         let (orders, alias, deadline) = (self.orders(), self.alias(), &self.deadline);
         let ids = self.id_columns(&alias);
         let overdue = format!(
-            "FROM {orders} AS {alias}\n    WHERE {}\n      AND {deadline} >= {FIRST_DEADLINE} AND {deadline} <= statement_timestamp()",
-            self.is_unpaid()
+            "FROM {orders} AS {alias}\n    WHERE {}\n      AND {deadline} >= {FIRST_DEADLINE} AND {deadline} <= statement_timestamp()\n    ORDER BY {deadline}, {}",
+            self.is_told(),
+            ids.join(", "),
         );
         format!(
-            "SELECT count(*) AS orders, min({deadline}) AS oldest, (\n    SELECT {printed} {overdue}\n    ORDER BY {deadline}, {sorted} LIMIT 1) AS example\n    {overdue}",
+            "SELECT count(*) AS orders, min(f.deadline) AS oldest, (\n    SELECT {printed} {overdue} LIMIT 1) AS example\nFROM (\n    SELECT {deadline} AS deadline {overdue} LIMIT $1::bigint) f",
             printed = ids::print(&ids),
-            sorted = ids.join(", "),
         )
     }
 
@@ -159,7 +186,7 @@ impl Parts<'_> {
             format!(
                 "\n                OR EXISTS (SELECT FROM {} WHERE {} AND position(lower($5::text) IN lower({})) > 0)",
                 reserved.items,
-                of_order(reserved, "s"),
+                of_order(reserved, "ot_s"),
                 ids::print(&reserved.key)
             )
         });
@@ -170,12 +197,12 @@ impl Parts<'_> {
                     "(SELECT coalesce(sum({}), 0)::bigint FROM {} WHERE {})",
                     reserved.quantity,
                     reserved.items,
-                    of_order(reserved, "j")
+                    of_order(reserved, "ot_j")
                 )
             },
         );
         format!(
-            "WITH {after},\not_searched AS MATERIALIZED (\n    SELECT {printed} AS order_id, {keys}, {deadline} AS deadline, {money}\n    FROM {orders} AS {alias}\n    WHERE {is_due}\n      AND {is_after}\n    ORDER BY {deadline}, {ids} LIMIT $6::bigint\n),\not_judged AS (\n    SELECT s.*, row_number() OVER (ORDER BY s.deadline, {searched_keys}) AS number,\n           $5::text IS NULL OR position(lower($5::text) IN lower(s.order_id)) > 0{has_item} AS matches\n    FROM ot_searched s\n)\nSELECT j.order_id, j.deadline, j.amount_minor, j.currency, j.number, j.matches,\n       {units} AS units\nFROM ot_judged j\n-- The last row that was searched tells where the next page begins, even if it does not match.\nWHERE j.matches OR j.number = $6::bigint\nORDER BY j.number LIMIT $7::bigint",
+            "WITH {after},\not_searched AS MATERIALIZED (\n    SELECT {printed} AS order_id, {keys}, {deadline} AS deadline, {money}\n    FROM {orders} AS {alias}\n    WHERE {is_due}\n      AND {is_after}\n    ORDER BY {deadline}, {ids} LIMIT $6::bigint\n),\not_judged AS (\n    SELECT ot_s.*, row_number() OVER (ORDER BY ot_s.deadline, {searched_keys}) AS number,\n           $5::text IS NULL OR position(lower($5::text) IN lower(ot_s.order_id)) > 0{has_item} AS matches\n    FROM ot_searched ot_s\n)\nSELECT ot_j.order_id, ot_j.deadline, ot_j.amount_minor, ot_j.currency, ot_j.number, ot_j.matches,\n       {units} AS units\nFROM ot_judged ot_j\n-- The last row that was searched tells where the next page begins, even if it does not match.\nWHERE ot_j.matches OR ot_j.number = $6::bigint\nORDER BY ot_j.number LIMIT $7::bigint",
             after = self.after("$4"),
             printed = ids::print(&self.id_columns(&alias)),
             keys = self.id_as_keys(&alias),
@@ -183,9 +210,9 @@ impl Parts<'_> {
             money = self.money(),
             orders = self.orders(),
             is_due = self.is_due_in_window(),
-            is_after = self.is_after("$3", "$4").replace("\n  AND", "\n      AND"),
+            is_after = self.is_after("$3", "$4", "      "),
             ids = self.id_columns(&alias).join(", "),
-            searched_keys = self.keys("s.k"),
+            searched_keys = self.keys("ot_s.k"),
         )
     }
 
@@ -222,4 +249,9 @@ impl Parts<'_> {
             same = same.join(" AND "),
         )
     }
+}
+
+/// Whether no message can carry this id.
+fn is_unusable(id: &str) -> String {
+    format!("(octet_length({id}) NOT BETWEEN 1 AND 200 OR {id} ~ '[\\x01-\\x1f\\x7f-\\u009f]')")
 }

@@ -16,7 +16,7 @@ use crate::config::kinds::{OrdersOf, TableSettings, key_of};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::render::LEAVES_OPEN;
-use crate::mapping::{self, Facts, RelationKind, quote};
+use crate::mapping::{self, Facts, Questions, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::sentence;
 use crate::operations::first_backlog::{self, Backlog};
@@ -124,8 +124,9 @@ impl Check<'_> {
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
             self.note(Level::Note, "deadline", why);
         }
-        let unusable = statements.questions.map(|questions| questions.unusable);
         let facts = self.tables(database).await?;
+        self.questions(database, facts.as_ref(), statements.questions.as_ref()).await?;
+        let unusable = statements.questions.map(|questions| questions.unusable);
         let may_run = self.plans(database, &closer, &sweeper).await?;
         if may_run {
             self.conditions(database, facts.as_ref()).await?;
@@ -134,6 +135,25 @@ impl Check<'_> {
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
             let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
             self.backlog(database, &sweeper, &orders).await?;
+        }
+        Ok(())
+    }
+
+    /// What operators ask can be asked: an amount may be an aggregate, which only the whole statement shows.
+    async fn questions(
+        &mut self,
+        database: &Database,
+        facts: Option<&Facts>,
+        questions: Option<&Questions>,
+    ) -> Result<(), DatabaseError> {
+        if let Some(fault) = facts.and_then(|facts| facts.money_fault.as_ref()) {
+            self.wrong(&fault.key, fault.why.clone());
+        }
+        let Some(questions) = questions else { return Ok(()) };
+        let sql = &questions.due_minutes;
+        let why = database.run(async |connection| catalog::why_not_prepared(connection, sql).await).await;
+        if let Some(why) = why.map_err(|error| DatabaseError(one_line(&error)))? {
+            self.wrong("amount", format!("cannot be used in the forecast: {why}; correct it"));
         }
         Ok(())
     }

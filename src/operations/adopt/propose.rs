@@ -229,8 +229,9 @@ const DEADLINE: [&str; 19] = [
 const CREATED: [&str; 10] =
     ["creat", "insert", "placed", "datetime", "angelegt", "erstellt", "bestellt", "creado", "inizio", "创建"];
 const CLOSED_AT: [&str; 5] = ["closed", "cancel", "storn", "anulad", "geschlossen"];
-/// Of what an order costs in all, and of its currency.
-const AMOUNT: [&str; 8] = ["payamount", "total", "amount", "price", "betrag", "summe", "importe", "金额"];
+/// Of what an order costs in all, of a part of that, and of its currency.
+const AMOUNT: [&str; 9] = ["payamount", "grandtotal", "total", "amount", "price", "betrag", "summe", "importe", "金额"];
+const PART_OF_AMOUNT: [&str; 7] = ["sub", "tax", "discount", "ship", "item", "promo", "fee"];
 const CURRENCY: [&str; 5] = ["currency", "währung", "waehrung", "moneda", "devise"];
 const CHANGED_AT: [&str; 5] = ["modif", "updat", "chang", "geändert", "actualiz"];
 
@@ -524,7 +525,8 @@ impl Draft {
         // The first part fits best, and the whole name better than a part of it.
         let named = |parts: &[&str], types: &[&str]| {
             let is_of = |name: &&String| types.contains(&columns[*name].base.as_str());
-            let names = || self.clues.iter().map(|clue| &clue.name).filter(is_of);
+            let is_whole = |clue: &&Clues| !clue.is_key && !has_part(&clue.name, &PART_OF_AMOUNT);
+            let names = || self.clues.iter().filter(is_whole).map(|clue| &clue.name).filter(is_of);
             let whole = parts.iter().find_map(|part| names().find(|name| plain(name) == *part));
             whole.or_else(|| parts.iter().find_map(|part| names().find(|name| has_part(name, &[part])))).cloned()
         };
@@ -537,6 +539,7 @@ impl Draft {
         });
         lines.push(format!("{comment}amount = {}", toml(&column(&amount))));
         if columns[&amount].base == "numeric" {
+            lines.push("# With two decimal places, as EUR has them? JPY has none, KWD three; for several, write a CASE in amount.".into());
             lines.push(format!("{comment}minor_units = 2"));
         } else {
             lines.push("# It counts the smallest unit, such as cents; otherwise add minor_units.".into());

@@ -81,7 +81,7 @@ fn as_rfc3339<S: serde::Serializer>(deadline: &Timestamp, to: S) -> Result<S::Ok
 /// An amount of money.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub struct Money {
-    /// Three letters (ISO 4217).
+    /// Three letters (ISO 4217), or as the shop's own table has it.
     pub currency: String,
     /// In the currency's smallest unit.
     pub amount_minor: i64,
@@ -259,24 +259,17 @@ impl OrdersTable {
         self.read(async |connection| select.fetch_all(connection).await).await
     }
 
-    /// What an order costs and reserves, as far as nothing says: `money`, `stock`, each with the reason.
+    /// What is not known of these orders, `money` and `stock`, each with the reason.
     #[must_use]
     pub fn untold(&self) -> Vec<NotKnown> {
-        let (money, stock) = match self.questions() {
+        let of = |what, why: &str| NotKnown { what, why: why.to_owned() };
+        match self.questions() {
+            Ok(questions) => questions.why_no_money.iter().map(|why| of("money", why)).collect(),
             Err(_) => {
-                let why = "the orders table is behind statements of your own, which return ids and deadlines only";
-                (Some(why.to_owned()), Some(why.to_owned()))
+                let why = "the orders table is known by statements of your own, which return ids and deadlines only";
+                vec![of("money", why), of("stock", why)]
             }
-            Ok(questions) => {
-                let missing = |setting| format!("kinds.{}.table.{setting} is not given", self.kind());
-                (
-                    (!questions.tells_money).then(|| missing("amount")),
-                    questions.units_by_minute.is_none().then(|| missing("give_back")),
-                )
-            }
-        };
-        let told = [("money", money), ("stock", stock)];
-        told.into_iter().filter_map(|(what, why)| Some(NotKnown { what, why: why? })).collect()
+        }
     }
 
     async fn count_by_statement(&self, sweeper: &Sweeper, window: Window) -> Result<DueMinutes, Unknown> {

@@ -101,11 +101,18 @@ fn unusable_ids_leave_in_no_message() {
             .await;
             let (_, said, error) = call_with(&env.settings, &["adopt", "--check"]).await;
             assert!(said.contains("3 open orders have an id that no message can carry"), "{said}{error}");
+            let (_, listed, error) = call_with(&env.settings, &["forecast", "--orders", "--next=3h"]).await;
+            assert!(
+                listed.contains("  good  ") && !listed.contains("here") && !listed.contains("xx"),
+                "{listed}{error}"
+            );
             execute(&env, "UPDATE medusa.\"order\" SET \"expiresAt\" = now() - interval '1 s'").await;
             let worker = env.worker().await;
             let closed = "SELECT count(*) FROM event_outbox WHERE type = 'order.closed.v1'";
             wait_for("the close", async || env.count(closed).await == 1).await;
             worker.stop().await;
+            let (_, said, _) = call_with(&env.settings, &["status"]).await;
+            assert!(said.contains("overdue               0\n"), "{said}");
             reminders.announce().await.unwrap();
             assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE payload ->> 'order_id' <> 'good'").await, 0);
             assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE type = 'order.expiring.v1'").await, 1);

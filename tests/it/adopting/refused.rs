@@ -99,8 +99,8 @@ const WRONG: &[Wrong] = &[
         mapping: |table| (table.amount, table.currency) = (Some("code".into()), Some("'EUR'".into())),
         sql: "",
         key: "amount",
-        words: &["not a number", "bigint or numeric"],
-        refused_at_start: true,
+        words: &["is varchar; write an expression of type bigint or numeric"],
+        refused_at_start: false,
     },
     Wrong {
         what: "an amount in an unknown unit",
@@ -108,7 +108,15 @@ const WRONG: &[Wrong] = &[
         sql: "",
         key: "amount",
         words: &["is numeric, of which minor_units is not given", "write minor_units = 2"],
-        refused_at_start: true,
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "an amount that is an aggregate",
+        mapping: |table| (table.amount, table.currency) = (Some("max(id)".into()), Some("'EUR'".into())),
+        sql: "",
+        key: "amount",
+        words: &["cannot be used in the forecast", "correct it"],
+        refused_at_start: false,
     },
     Wrong {
         what: "a currency that is a number",
@@ -116,7 +124,7 @@ const WRONG: &[Wrong] = &[
         sql: "",
         key: "currency",
         words: &["not three letters", "name a column that has them"],
-        refused_at_start: true,
+        refused_at_start: false,
     },
     Wrong {
         what: "a close that leaves the order open",
