@@ -295,13 +295,82 @@ fn operation_is_quiet() {
     );
 }
 
-#[test]
-fn other_settings_are_quiet() {
-    closes_quietly("shards and reminders", |settings| {
+/// Changes of the settings that shops make, one deployment each.
+const OTHER_SETTINGS: [(&str, fn(&mut Settings)); 9] = [
+    ("shards and reminders", |settings| {
         settings.delay.lane_shards = 3;
         let before = Duration::from_secs(600);
         settings.kinds.entry(Kind::ORDER).or_default().remind = vec![Remind(before)];
-    });
+    }),
+    ("three lanes", |settings| {
+        settings.delay.lanes = [1, 2, 3].map(|seconds| Duration::from_secs(seconds).into()).to_vec()
+    }),
+    ("the wheel alone", |settings| settings.delay.lanes.clear()),
+    ("a worker that is told its kinds", |settings| settings.worker.kinds = vec![Kind::ORDER]),
+    ("few deliveries at once", |settings| settings.worker.prefetch = 10),
+    ("no brake", |settings| settings.brake.enabled = false),
+    ("payments before the deadline alone", |settings| settings.orders.pay_after_deadline = false),
+    ("events kept for a minute", |settings| settings.announce.keep = Duration::from_secs(60)),
+    ("a page for one name", |settings| {
+        settings.http.page = true;
+        settings.http.hosts = vec!["orders.example".to_owned().try_into().unwrap()];
+    }),
+];
+
+#[test]
+fn other_settings_are_quiet() {
+    for (name, adjust) in OTHER_SETTINGS {
+        closes_quietly(name, adjust);
+    }
+}
+
+/// What a shop may have set for its database or done to our tables, one deployment each. `{database}` is its name.
+const OTHER_DATABASES: [(&str, &str); 8] = [
+    ("serializable transactions", "ALTER DATABASE {database} SET default_transaction_isolation = 'serializable'"),
+    (
+        "timeouts of the database",
+        "ALTER DATABASE {database} SET statement_timeout = '60s'; ALTER DATABASE {database} SET lock_timeout = '30s';
+         ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '30s'",
+    ),
+    ("commits that do not wait for the disk", "ALTER DATABASE {database} SET synchronous_commit = off"),
+    (
+        "German dates",
+        "ALTER DATABASE {database} SET datestyle = 'German'; ALTER DATABASE {database} SET intervalstyle = 'sql_standard'",
+    ),
+    (
+        "generic plans, and hints against other scans",
+        "ALTER DATABASE {database} SET plan_cache_mode = 'force_generic_plan'; ALTER DATABASE {database} SET enable_seqscan = off",
+    ),
+    ("a publication of all tables", "CREATE PUBLICATION everything FOR ALL TABLES"),
+    (
+        "a trigger that records each change",
+        "CREATE TABLE audit (at timestamptz, row jsonb);
+         CREATE FUNCTION record() RETURNS trigger LANGUAGE plpgsql AS
+             'BEGIN INSERT INTO audit VALUES (now(), to_jsonb(NEW)); RETURN NEW; END';
+         CREATE TRIGGER record AFTER UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION record()",
+    ),
+    (
+        "row security on orders",
+        "ALTER TABLE orders ENABLE ROW LEVEL SECURITY; CREATE POLICY all_rows ON orders USING (true)",
+    ),
+];
+
+#[test]
+fn other_databases_are_quiet() {
+    for (name, sql) in OTHER_DATABASES {
+        deployed(
+            |_| {},
+            async move |env| {
+                let database: String =
+                    sqlx::query_scalar("SELECT current_database()").fetch_one(&env.pool).await.unwrap();
+                execute(&env, &sql.replace("{database}", &database)).await;
+                let settings = env.settings.clone();
+                let deployment = Deployment::start(name, env, settings).await;
+                deployment.assert_quiet_while_orders_close(20).await;
+                deployment
+            },
+        );
+    }
 }
 
 /// A broker with queues, exchanges and consumers of other programs, another namespace of ours, and listeners.
