@@ -258,15 +258,9 @@ impl<'a> Parts<'a> {
             return Err(MappingError::new(key("stock"), why));
         }
         let alias = name(&items.name);
-        let of = |relation: &Relation, columns: &[String], setting: &str, alias: &str| {
-            columns
-                .iter()
-                .map(|column| require(relation, column, &key(setting)).map(|_| format!("{alias}.{}", name(column))))
-                .collect::<Result<Vec<_>, _>>()
-        };
-        let order = of(items, &settings.order.0, "order", &alias)?;
-        let item_key = of(items, &settings.key.0, "key", &alias)?;
-        let stock_key = of(stock, &settings.stock_key.0, "stock_key", "s")?;
+        let order = require_all(items, &alias, &settings.order.0, &key("order"))?;
+        let item_key = require_all(items, &alias, &settings.key.0, &key("key"))?;
+        let stock_key = require_all(stock, "s", &settings.stock_key.0, &key("stock_key"))?;
         let needed = among(&stock_key, &format!("ot_items_{number}"), "s");
         Ok(vec![
             step(
@@ -498,6 +492,11 @@ fn require<'a>(relation: &'a Relation, column: &str, key: &str) -> Result<&'a Co
         let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
         MappingError::new(key, format!("{} has no column {column}{meant}", relation.qualified()))
     })
+}
+
+/// These columns of a relation, by its alias in the statement. An error names the setting `key`.
+fn require_all(relation: &Relation, alias: &str, columns: &[String], key: &str) -> Result<Vec<String>, MappingError> {
+    columns.iter().map(|column| require(relation, column, key).map(|_| format!("{alias}.{}", name(column)))).collect()
 }
 
 fn id_column<'a>(orders: &'a Relation, column: &str) -> Result<(String, &'a ColumnType), MappingError> {

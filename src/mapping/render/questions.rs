@@ -5,7 +5,7 @@
 
 use super::{
     AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, MappingError, Parts, among, as_numbered, ended, ids, name,
-    numbered, require,
+    numbered, require_all,
 };
 
 use crate::config::kinds::key_of;
@@ -71,19 +71,10 @@ impl<'a> Parts<'a> {
             return Ok(None);
         };
         let alias = name(&items.name);
-        let of = |columns: &[String], setting: &str| {
-            columns
-                .iter()
-                .map(|column| {
-                    require(items, column, &format!("give_back[0].{setting}"))?;
-                    Ok(format!("{alias}.{}", name(column)))
-                })
-                .collect::<Result<Vec<_>, MappingError>>()
-        };
         Ok(Some(Reserved {
             items: format!("{} AS {alias}", items.qualified()),
-            order: of(&settings.order.0, "order")?,
-            key: of(&settings.key.0, "key")?,
+            order: require_all(items, &alias, &settings.order.0, "give_back[0].order")?,
+            key: require_all(items, &alias, &settings.key.0, "give_back[0].key")?,
             quantity: ended(&settings.quantity),
         }))
     }
