@@ -7,7 +7,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, ListOptions, connect};
+use crate::cli::{CommandOutcome, ListOptions, UsageError, connect};
 use crate::config::Settings;
 use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
 use crate::postgres::Database;
@@ -108,13 +108,13 @@ async fn settle(database: &Database, args: &SettleArgs) -> anyhow::Result<Comman
     let id = OrderId::new(&args.id)?;
     let reference = args.reference.as_deref();
     let (decision, word) = match args.end {
-        End::Closed if reference.is_some() => bail!("--reference is for --as paid; leave it out"),
+        End::Closed if reference.is_some() => return Err(UsageError::of("--reference is for --as paid; leave it out")),
         End::Closed => (Decision::Closed, "closed"),
         End::Paid => (Decision::Paid { reference }, "paid"),
     };
     let operator = args.operator.operator(Uuid::now_v7());
     if operator.why.is_none() {
-        bail!("say why with --why, for the history of the order");
+        return Err(UsageError::of("say why with --why, for the history of the order"));
     }
     unresolved::decide(database, &id, decision, &operator).await?;
     let mut output = CommandOutcome::default();

@@ -655,6 +655,8 @@ fn usage_errors_exit_with_2() {
             (&[], &["close", ""], "order id is empty"),
             (&[], &["deadline", "", "--in", "5m"], "order id is empty"),
             (&[], &["closing", "retry", ""], "order id is empty"),
+            (&[], &["closing", "settle", &id, "--as", "closed"], "--why"),
+            (&[], &["closing", "settle", &id, "--as", "closed", "--reference", "a", "--why", "b"], "--as paid"),
             (&[], &["schedule", "not-an-id", "--in", "5m"], "is no UUID"),
             (&[], &["deadline", &id, "--in", "100years"], "delay.max_delay"),
             (&[], &["deadline", &id, "--in", "+100years"], "delay.max_delay"),
