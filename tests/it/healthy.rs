@@ -295,8 +295,10 @@ fn operation_is_quiet() {
     );
 }
 
+type Change = fn(&mut Settings);
+
 /// Changes of the settings that shops make, one deployment each.
-const OTHER_SETTINGS: [(&str, fn(&mut Settings)); 9] = [
+const OTHER_SETTINGS: [(&str, Change); 9] = [
     ("shards and reminders", |settings| {
         settings.delay.lane_shards = 3;
         let before = Duration::from_secs(600);
