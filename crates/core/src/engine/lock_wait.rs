@@ -25,30 +25,18 @@ const FAILED_ORDER_PAUSE: Duration = Duration::from_secs(30);
 /// waits alone.
 const GROWTH: usize = 8;
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct LockWaitBudget {
     /// Until when no fresh alarm waits.
     fresh_paused_until: Option<Timestamp>,
     /// Until when no retried order waits. They must not keep the fresh ones from waiting.
     retries_paused_until: Option<Timestamp>,
-    /// How many retried orders wait together.
-    together: usize,
+    /// How many retried orders wait together; `None`: all of them.
+    together: Option<usize>,
     /// The orders that waited alone and did not get their lock, and when. Only a few: one every [`RETRIED_WAIT_PAUSE`].
     failed_waits: HashMap<OrderId, Timestamp>,
     /// Until when none of these waits again.
     failed_paused_until: Option<Timestamp>,
-}
-
-impl Default for LockWaitBudget {
-    fn default() -> Self {
-        Self {
-            fresh_paused_until: None,
-            retries_paused_until: None,
-            together: usize::MAX,
-            failed_waits: HashMap::new(),
-            failed_paused_until: None,
-        }
-    }
 }
 
 impl LockWaitBudget {
@@ -64,7 +52,7 @@ impl LockWaitBudget {
     /// so again, now and then, when no other order wants to wait.
     pub fn take_from(&self, items: &mut Vec<WorkItem>, now: Timestamp) -> Vec<WorkItem> {
         let may_wait = |item: &mut WorkItem| !self.has_just_failed(item.alarm.order_id(), now);
-        let waiting: Vec<WorkItem> = items.extract_if(.., may_wait).take(self.together).collect();
+        let waiting: Vec<WorkItem> = items.extract_if(.., may_wait).take(self.together.unwrap_or(usize::MAX)).collect();
         if !waiting.is_empty() || !has_passed(self.failed_paused_until, now) {
             return waiting;
         }
@@ -91,7 +79,7 @@ impl LockWaitBudget {
             },
             // Rejected for another reason than a lock.
             (LockMode::WaitRetried, Ok(_) | Err(CloseError::Rejected(_))) => {
-                self.together = self.together.saturating_mul(GROWTH)
+                self.together = self.together.map(|together| together.saturating_mul(GROWTH))
             }
             (LockMode::NoWait | LockMode::WaitFresh | LockMode::WaitRetried, _) => {}
         }
@@ -108,7 +96,7 @@ impl LockWaitBudget {
 
     fn retries_wait_one_by_one(&mut self, from: Timestamp) {
         self.retries_paused_until = Some(from);
-        self.together = 1;
+        self.together = Some(1);
     }
 
     pub fn clock_was_set_back(&mut self) {
