@@ -21,16 +21,17 @@ use tracing::warn;
 use crate::config::Settings;
 use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::Destination;
-use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed};
 use crate::postgres::Database;
 
-const SQL: OutboxSql = outbox_sql!(
-    "alarm_outbox",
+const SQL: OutboxSql = OutboxSql {
+    table: "alarm_outbox",
     // A try gives no other queue a copy, and each alarm has a deadline.
     pauses_s: &[1.0, 5.0, 20.0, 60.0],
     is_paced: false,
     // statement_timestamp(): a volatile function could not bound an index scan.
-    unsent: "SELECT id, kind, order_id, deadline, traceparent, refusals, clock_timestamp() AS now, count(*) OVER () AS found
+    unsent:
+        "SELECT id, kind, order_id, deadline, traceparent, refusals, clock_timestamp() AS now, count(*) OVER () AS found
              FROM (
                  (SELECT id, kind, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
                   WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
@@ -41,8 +42,8 @@ const SQL: OutboxSql = outbox_sql!(
                         AND id <> ALL ($2::uuid[])
                   ORDER BY next_attempt_at, created_at, id LIMIT $3)
              ) AS oldest
-             ORDER BY refusals = 0, created_at, id"
-);
+             ORDER BY refusals = 0, created_at, id",
+};
 
 /// `$1` limit. By primary key, as in `relay.rs`.
 const SETTLE: &str = "

@@ -18,12 +18,12 @@ use uuid::Uuid;
 
 use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::{Destination, HEADER_KIND};
-use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed};
 use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
 use crate::postgres::Database;
 
-const SQL: OutboxSql = outbox_sql!(
-    "event_outbox",
+const SQL: OutboxSql = OutboxSql {
+    table: "event_outbox",
     // Every try gives every other queue that is bound for the event one more copy: three within the first half minute,
     // then one every five minutes.
     pauses_s: &[1.0, 30.0, 120.0, 300.0],
@@ -49,8 +49,8 @@ const SQL: OutboxSql = outbox_sql!(
                       ORDER BY next_attempt_at, created_at, id LIMIT $3)
                  ) AS oldest
              ) AS weighed
-             WHERE ahead < 262144 ORDER BY refusals = 0, created_at, id"
-);
+             WHERE ahead < 262144 ORDER BY refusals = 0, created_at, id",
+};
 
 /// Sends the events in `event_outbox`.
 #[derive(Debug)]

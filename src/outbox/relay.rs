@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_core::with_causes;
 use sqlx::postgres::PgRow;
-use sqlx::{PgConnection, Row};
+use sqlx::{AssertSqlSafe, PgConnection, Row};
 use tracing::{debug, warn};
 use uuid::Uuid;
 
@@ -41,9 +41,11 @@ const LONGEST_ASKED_PAUSE: Duration = Duration::from_secs(300);
 /// Rows deleted by one statement.
 const FORGOTTEN_AT_ONCE: u64 = 10_000;
 
-/// The statements of one outbox.
+/// What one outbox has of its own. The columns that every outbox has are read and written here.
 #[derive(Debug, Clone, Copy)]
 pub struct OutboxSql {
+    /// The table.
+    pub table: &'static str,
     /// `$1` limit of rows that were never refused, `$2` ids to skip, `$3` limit of refused rows whose pause is over;
     /// returns `id uuid`, `refusals int`, `found bigint`, `now timestamptz`, `kind text`, `order_id text` (may be null) and the
     /// columns of a message, refused rows first, then the oldest. It may omit the last of the found rows if they are too large for one batch.
@@ -52,84 +54,14 @@ pub struct OutboxSql {
     pub pauses_s: &'static [f64],
     /// Whether refused messages are retried a few at a time, because other queues get a copy with each try.
     pub is_paced: bool,
-    /// `$1` ids, `$2` seconds until each is retried.
-    pub mark_refused: &'static str,
-    /// A pause ends by the server's clock. This ends pauses that a change of the clock has made longer than any pause is.
-    pub end_endless_pauses: &'static str,
-    /// Returns how many refused rows wait.
-    pub count_refused: &'static str,
-    /// Returns `age_s`, `new_age_s` and `last_sent_s` as `float8`: the age in seconds of the oldest unsent row, of the oldest
-    /// row that was never refused, and of the last sent row; null if there is none.
-    pub backlog: &'static str,
-    /// `$1` ids.
-    pub mark_sent: &'static str,
-    /// `$1` ids; skips those that another session keeps locked, and returns the `id` of the others.
-    pub mark_free: &'static str,
-    /// `$1` seconds since they were sent, `$2` limit.
-    pub forget: &'static str,
 }
 
-/// The statements of the outbox in a table. Outboxes differ only in the columns of a message.
-macro_rules! outbox_sql {
-    ($table:literal, pauses_s: $pauses_s:expr, is_paced: $is_paced:expr, unsent: $unsent:literal) => {
-        $crate::outbox::relay::OutboxSql {
-            unsent: $unsent,
-            pauses_s: $pauses_s,
-            is_paced: $is_paced,
-            // By primary key, as below, and twice: for the join alone, a plan that was made while the table was empty compares
-            // each message with each row.
-            mark_refused: concat!(
-                "UPDATE ",
-                $table,
-                " SET refusals = refusals + 1, next_attempt_at = clock_timestamp() + make_interval(secs => pause_s)
-                 FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s)
-                 WHERE id = refused_id AND id = ANY ($1)"
-            ),
-            end_endless_pauses: concat!(
-                "UPDATE ",
-                $table,
-                " SET next_attempt_at = clock_timestamp()
-                 WHERE sent_at IS NULL AND next_attempt_at > statement_timestamp() + interval '10 min'"
-            ),
-            count_refused: concat!("SELECT count(*) FROM ", $table, " WHERE sent_at IS NULL AND refusals > 0"),
-            // The first entry of the index of refused rows, the first of the rows that were never refused, and the last entry of
-            // the index of sent rows.
-            backlog: concat!(
-                "SELECT extract(epoch FROM now - least(new, refused))::float8 AS age_s,
-                        extract(epoch FROM now - new)::float8 AS new_age_s,
-                        extract(epoch FROM now - sent)::float8 AS last_sent_s
-                 FROM (SELECT clock_timestamp() AS now,
-                     (SELECT created_at FROM ",
-                $table,
-                "     WHERE sent_at IS NULL AND next_attempt_at = '-infinity' ORDER BY created_at LIMIT 1) AS new,
-                     (SELECT min(created_at) FROM ",
-                $table,
-                "     WHERE sent_at IS NULL AND refusals > 0) AS refused,
-                     (SELECT max(sent_at) FROM ",
-                $table,
-                "     WHERE sent_at IS NOT NULL) AS sent) AS found"
-            ),
-            // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
-            mark_sent: concat!("UPDATE ", $table, " SET sent_at = clock_timestamp() WHERE id = ANY ($1)"),
-            mark_free: concat!(
-                "UPDATE ",
-                $table,
-                " SET sent_at = clock_timestamp() WHERE id = ANY (ARRAY(SELECT id FROM ",
-                $table,
-                " WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED)) RETURNING id"
-            ),
-            // statement_timestamp(): a volatile function could not bound an index scan.
-            forget: concat!(
-                "DELETE FROM ",
-                $table,
-                " WHERE id = ANY (ARRAY(SELECT id FROM ",
-                $table,
-                " WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2))"
-            ),
-        }
-    };
+impl OutboxSql {
+    /// A statement on this table, with `{table}` for its name.
+    fn of_table(&self, statement: &str) -> AssertSqlSafe<String> {
+        AssertSqlSafe(statement.replace("{table}", self.table))
+    }
 }
-pub(crate) use outbox_sql;
 
 /// Why a round failed. The rows stay in their outbox.
 #[derive(Debug, thiserror::Error)]
@@ -389,7 +321,14 @@ impl Outbox {
         if ids.is_empty() {
             return Ok(());
         }
-        let update = sqlx::query(self.sql.mark_refused).bind(&ids).bind(&pauses_s);
+        // By primary key, as in `mark_sent`, and twice: for the join alone, a plan that was made while the table was empty
+        // compares each message with each row.
+        let update = self.sql.of_table(
+            "UPDATE {table} SET refusals = refusals + 1, next_attempt_at = clock_timestamp() + make_interval(secs => pause_s)
+             FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s)
+             WHERE id = refused_id AND id = ANY ($1)",
+        );
+        let update = sqlx::query(update).bind(&ids).bind(&pauses_s);
         let marked = self.database.run(async |connection| update.execute(connection).await).await;
         if marked.is_err() {
             // Their rows could not be updated; without this, they would be sent ten times a second.
@@ -412,7 +351,8 @@ impl Outbox {
     /// # Errors
     /// sqlx's.
     pub async fn count_refused(&mut self) -> Result<u64, sqlx::Error> {
-        let select = sqlx::query_scalar(self.sql.count_refused);
+        let select = self.sql.of_table("SELECT count(*) FROM {table} WHERE sent_at IS NULL AND refusals > 0");
+        let select = sqlx::query_scalar(select);
         let rows: i64 = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         let rows = u64::try_from(rows).unwrap_or(0);
         self.pace.note_waiting(rows);
@@ -427,7 +367,19 @@ impl Outbox {
         if self.is_kept() {
             return Ok(Backlog { age: Duration::ZERO, new_age: Duration::ZERO, last_sent: None });
         }
-        let select = sqlx::query(self.sql.backlog);
+        // The first entry of the index of refused rows, the first of the rows that were never refused, and the last entry of the
+        // index of sent rows.
+        let select = self.sql.of_table(
+            "SELECT extract(epoch FROM now - least(new, refused))::float8 AS age_s,
+                    extract(epoch FROM now - new)::float8 AS new_age_s,
+                    extract(epoch FROM now - sent)::float8 AS last_sent_s
+             FROM (SELECT clock_timestamp() AS now,
+                 (SELECT created_at FROM {table}
+                  WHERE sent_at IS NULL AND next_attempt_at = '-infinity' ORDER BY created_at LIMIT 1) AS new,
+                 (SELECT min(created_at) FROM {table} WHERE sent_at IS NULL AND refusals > 0) AS refused,
+                 (SELECT max(sent_at) FROM {table} WHERE sent_at IS NOT NULL) AS sent) AS found",
+        );
+        let select = sqlx::query(select);
         let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         // Negative if the server's clock was set back.
         let duration = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or_default();
@@ -441,7 +393,9 @@ impl Outbox {
         if ids.is_empty() {
             return Ok(0);
         }
-        let update = sqlx::query(self.sql.mark_sent).bind(ids);
+        // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
+        let update = self.sql.of_table("UPDATE {table} SET sent_at = clock_timestamp() WHERE id = ANY ($1)");
+        let update = sqlx::query(update).bind(ids);
         match self.database.run(async |connection| update.execute(connection).await).await {
             Err(error) if classify(&error) == ErrorClass::Locked => self.mark_free(ids).await,
             marked => marked.map(|_| ids.len()),
@@ -450,7 +404,11 @@ impl Outbox {
 
     /// Marks the unlocked rows: one row that another session keeps locked must not cause all rows to be sent again.
     async fn mark_free(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
-        let update = sqlx::query_scalar(self.sql.mark_free).bind(ids);
+        let update = self.sql.of_table(
+            "UPDATE {table} SET sent_at = clock_timestamp() WHERE id = ANY (ARRAY(
+                 SELECT id FROM {table} WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED)) RETURNING id",
+        );
+        let update = sqlx::query_scalar(update).bind(ids);
         let marked: Vec<Uuid> = self.database.run(async |connection| update.fetch_all(connection).await).await?;
         // The other session may have released them meanwhile.
         if marked.len() == ids.len() {
@@ -474,9 +432,19 @@ impl Outbox {
     /// # Errors
     /// sqlx's.
     pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
-        let end = sqlx::query(self.sql.end_endless_pauses);
+        // A pause ends by the server's clock: a change of the clock may have made it longer than any pause is.
+        let end = self.sql.of_table(
+            "UPDATE {table} SET next_attempt_at = clock_timestamp()
+             WHERE sent_at IS NULL AND next_attempt_at > statement_timestamp() + interval '10 min'",
+        );
+        let end = sqlx::query(end);
         self.database.run(async |connection| end.execute(connection).await).await?;
-        let delete = sqlx::query(self.sql.forget)
+        // statement_timestamp(): a volatile function could not bound an index scan.
+        let delete = self.sql.of_table(
+            "DELETE FROM {table} WHERE id = ANY (ARRAY(
+                 SELECT id FROM {table} WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2))",
+        );
+        let delete = sqlx::query(delete)
             .bind(self.keep.as_secs_f64())
             .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));
         let deleted = self.database.run(async |connection| delete.execute(connection).await).await?;
