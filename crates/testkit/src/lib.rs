@@ -169,6 +169,8 @@ pub fn small_settings() -> Settings {
     settings.sweep.first_backlog = u32::MAX;
     // A busy machine needs long for a thousand confirms. Tests of this timeout set their own.
     settings.amqp.confirm_timeout = Duration::from_secs(20);
+    // And for a connection: a command gives up after it, and a worker that starts.
+    settings.amqp.connect_timeout = Duration::from_secs(20);
     // A machine that stalls for seconds would cost the worker its session, and what closes orders until the next one is
     // not what most tests are about. Tests of silent connections set their own.
     settings.amqp.heartbeat = Duration::from_secs(60);
