@@ -77,9 +77,12 @@ pub async fn run(
             }
         }
     }
-    let closed =
-        |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && *outcome == Ok("closed".to_owned()));
-    dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
+    let overdue_now = overdue_ids(&mut transaction, overdue, TRIED * 2).await?;
+    let is_closed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("closed");
+    // Others have closed the rest, or paid them, since they were found.
+    dry.outcomes.retain(|(id, outcome)| outcome.is_err() || is_closed(outcome) || overdue_now.contains(id));
+    let closed = |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && is_closed(outcome));
+    dry.found_again = overdue_now.into_iter().filter(closed).collect();
     for ((settings, (_, stock)), before) in give_back.into_iter().zip(before) {
         dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
     }
