@@ -227,9 +227,6 @@ impl KindRecorder {
         for EndedOrder { closed_by, deadline } in ended {
             self.metrics.ended_at_provider(*closed_by, deadline.map(|deadline| now.since(deadline)));
             close_log.note_at_provider(*closed_by);
-            if let Some(by) = closed_by {
-                self.last_hour.note(*by, [None], Instant::now());
-            }
         }
         close_log.log_due();
     }

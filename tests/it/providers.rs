@@ -369,6 +369,7 @@ fn closes_after_provider_have_own_metrics() {
         .settings(|settings| {
             adjust(settings);
             serve_http(settings);
+            settings.http.page = true;
             card.join(settings, "card", wide_limits());
             bank.join(settings, "bank", LimitsSettings { failures_to_open: 1, ..wide_limits() });
         })
@@ -403,6 +404,8 @@ fn closes_after_provider_have_own_metrics() {
             ] {
                 assert_eq!(figures.get(series), expected, "{series}");
             }
+            let is_on_page = async || get(&worker, "/").await.1.contains("<p>2 orders.</p>");
+            wait_for("each close once on the page", is_on_page).await;
             worker.stop().await;
         });
 }
