@@ -328,16 +328,12 @@ pub struct TableSettings {
     /// A column or an expression; NULL is never due.
     pub deadline: String,
     /// The zone of the table's times without a zone.
-    #[serde(default)]
     pub time_zone: Option<String>,
     /// What the order costs, a column or an expression.
-    #[serde(default)]
     pub amount: Option<String>,
     /// In which currency: a column or an expression, such as `'CNY'`.
-    #[serde(default)]
     pub currency: Option<String>,
     /// How many decimal places of `amount` make the currency's smallest unit; without it, `amount` counts that unit.
-    #[serde(default)]
     pub minor_units: Option<u8>,
     /// What a closed order's columns are set to: a value, or `now`.
     pub close: BTreeMap<String, String>,

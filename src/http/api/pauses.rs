@@ -38,7 +38,6 @@ pub(super) async fn list(State(shared): State<Arc<Shared>>) -> Result<Response, 
 #[serde(deny_unknown_fields)]
 pub(super) struct PauseChange {
     /// As the settings name it; every kind if it is not given.
-    #[serde(default)]
     #[schema(value_type = Option<KindName>)]
     kind: Option<Kind>,
     /// The operator's name, for the record.
@@ -52,7 +51,6 @@ pub(super) struct PauseChange {
 #[serde(deny_unknown_fields)]
 pub(super) struct ResumeChange {
     /// As the settings name it; every kind if it is not given.
-    #[serde(default)]
     #[schema(value_type = Option<KindName>)]
     kind: Option<Kind>,
     /// The operator's name, for the record.

@@ -25,11 +25,8 @@ use crate::operations::orders_table::due::Money;
 pub(super) struct Asked {
     #[serde(default)]
     after: i64,
-    #[serde(default)]
     refund_due: Option<u64>,
-    #[serde(default)]
     not_open: Option<u64>,
-    #[serde(default)]
     reopened: Option<u64>,
 }
 

@@ -26,15 +26,10 @@ use crate::postgres::selection::Selection;
 /// Which ones, and what was done to the ones before.
 #[derive(Debug, Deserialize)]
 pub(super) struct Listed {
-    #[serde(default)]
     reason: Option<String>,
-    #[serde(default)]
     after: Option<Uuid>,
-    #[serde(default)]
     sent: Option<u64>,
-    #[serde(default)]
     kept: Option<u64>,
-    #[serde(default)]
     dropped: Option<u64>,
 }
 

@@ -24,11 +24,8 @@ use crate::postgres::closing_pauses::{EndedPause, Pause};
 /// What was done before.
 #[derive(Debug, Deserialize)]
 pub(super) struct Done {
-    #[serde(default)]
     began: Option<bool>,
-    #[serde(default)]
     ended: Option<u64>,
-    #[serde(default)]
     left: Option<u64>,
 }
 

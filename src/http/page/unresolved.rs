@@ -25,9 +25,7 @@ use crate::postgres::selection::Selection;
 /// Which ones, and what was done to the ones before.
 #[derive(Debug, Deserialize)]
 pub(super) struct Listed {
-    #[serde(default)]
     after: Option<OrderId>,
-    #[serde(default)]
     retried: Option<u64>,
 }
 
