@@ -34,11 +34,7 @@ pub struct Backlog {
     pub oldest: Option<String>,
 }
 
-/// Counts the backlog.
-///
-/// # Errors
-/// [`DatabaseError`] if the overdue statement fails.
-pub async fn count(sweeper: &Sweeper) -> Result<Backlog, DatabaseError> {
+async fn count(sweeper: &Sweeper) -> Result<Backlog, DatabaseError> {
     count_overdue_for(sweeper, OLDER_THAN).await
 }
 
@@ -138,8 +134,7 @@ pub async fn accept(database: &Database, sweeper: &Sweeper, orders: &Adoptable) 
 }
 
 /// Why a worker does not start.
-#[must_use]
-pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings, kind: &Kind) -> String {
+fn refusal(backlog: &Backlog, orders: &str, settings: &Settings, kind: &Kind) -> String {
     let Backlog { overdue, may_be_more, oldest } = backlog;
     let least = if *may_be_more { "at least " } else { "" };
     let oldest = oldest.as_deref().unwrap_or("an unknown time");

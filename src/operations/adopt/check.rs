@@ -19,9 +19,9 @@ use crate::mapping::render::LEAVES_OPEN;
 use crate::mapping::{self, Facts, Questions, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::sentence;
-use crate::operations::first_backlog::{self, Backlog};
+use crate::operations::first_backlog::{self, Backlog, Verdict};
 use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
-use crate::postgres::adoption::{self, Adoptable};
+use crate::postgres::adoption::Adoptable;
 use crate::postgres::survey::{self, Index, Survey};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, ErrorClass, catalog, classify, one_line};
@@ -448,14 +448,9 @@ impl Check<'_> {
         sweeper: &Sweeper,
         orders: &Adoptable,
     ) -> Result<(), DatabaseError> {
-        let backlog = first_backlog::count(sweeper).await?;
-        let is_adopted = adoption::is_adopted(database, orders).await?;
-        let most = usize::try_from(self.settings.sweep.first_backlog).unwrap_or(usize::MAX);
-        if backlog.overdue > most && !is_adopted {
-            self.wrong(
-                "sweep.first_backlog",
-                first_backlog::refusal(&backlog, &orders.orders, self.settings, self.kind),
-            );
+        let verdict = first_backlog::judge(database, sweeper, orders, self.settings, self.kind).await?;
+        if let Verdict::Refused(refusal) = verdict {
+            self.wrong("sweep.first_backlog", refusal);
         } else {
             // Also those that fell due within the last minute.
             let Backlog { overdue, may_be_more, oldest } =

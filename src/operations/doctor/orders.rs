@@ -11,7 +11,8 @@ use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::operations::adopt::{Level, check};
-use crate::operations::{first_backlog, orders_statements};
+use crate::operations::first_backlog::{self, Verdict};
+use crate::operations::orders_statements;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, adoption, one_line};
 
@@ -86,17 +87,9 @@ async fn backlog(
     (sweeper, adoptable): (&Sweeper, &adoption::Adoptable),
     checks: &mut Checks,
 ) -> bool {
-    let found = async {
-        if adoption::is_adopted(database, adoptable).await? {
-            return Ok(None);
-        }
-        let backlog = first_backlog::count(sweeper).await?;
-        let is_large = backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX);
-        Ok::<_, DatabaseError>(is_large.then(|| first_backlog::refusal(&backlog, &adoptable.orders, settings, kind)))
-    };
-    match found.await {
-        Ok(None) => true,
-        Ok(Some(refusal)) => {
+    match first_backlog::judge(database, sweeper, adoptable, settings, kind).await {
+        Ok(Verdict::Adopted | Verdict::Small(_)) => true,
+        Ok(Verdict::Refused(refusal)) => {
             let of_kind = if kind.is_default() { String::new() } else { format!(" --kind {kind}") };
             checks.error(Problem::new(
                 Cause::FirstBacklog,
