@@ -21,11 +21,11 @@ use tracing::warn;
 use crate::config::Settings;
 use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::Destination;
-use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed};
+use crate::outbox::relay::{Outbox, OutboxTable, RelayError, Relayed};
 use crate::postgres::Database;
 
-const SQL: OutboxSql = OutboxSql {
-    table: "alarm_outbox",
+const TABLE: OutboxTable = OutboxTable {
+    name: "alarm_outbox",
     // A try gives no other queue a copy, and each alarm has a deadline.
     pauses_s: &[1.0, 5.0, 20.0, 60.0],
     is_paced: false,
@@ -72,7 +72,7 @@ impl AlarmRelay {
         keep: Duration,
     ) -> Self {
         Self {
-            outbox: Outbox::new(database, Destination::Broker(confirmed), SQL, batch_size, keep),
+            outbox: Outbox::new(database, Destination::Broker(confirmed), TABLE, batch_size, keep),
             names: settings.names(),
             lanes: settings.lanes(),
         }
@@ -81,7 +81,7 @@ impl AlarmRelay {
     /// Without a broker: alarms stay until their deadline, for the day on which there is one.
     #[must_use]
     pub fn kept(database: Database, settings: &Settings, batch_size: usize, keep: Duration) -> Self {
-        let outbox = Outbox::new(database, Destination::Nowhere, SQL, batch_size, keep);
+        let outbox = Outbox::new(database, Destination::Nowhere, TABLE, batch_size, keep);
         Self { outbox, names: settings.names(), lanes: settings.lanes() }
     }
 

@@ -18,12 +18,12 @@ use uuid::Uuid;
 
 use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::{Destination, HEADER_KIND};
-use crate::outbox::relay::{Outbox, OutboxSql, RelayError, Relayed};
+use crate::outbox::relay::{Outbox, OutboxTable, RelayError, Relayed};
 use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
 use crate::postgres::Database;
 
-const SQL: OutboxSql = OutboxSql {
-    table: "event_outbox",
+const TABLE: OutboxTable = OutboxTable {
+    name: "event_outbox",
     // Every try gives every other queue that is bound for the event one more copy: three within the first half minute,
     // then one every five minutes.
     pauses_s: &[1.0, 30.0, 120.0, 300.0],
@@ -87,7 +87,7 @@ impl EventRelay {
 
     fn to(destination: Destination, receiver: Receiver, database: Database, batch_size: usize, keep: Duration) -> Self {
         let trace_contexts = TraceContexts::new(database.clone());
-        Self { outbox: Outbox::new(database, destination, SQL, batch_size, keep), trace_contexts, receiver }
+        Self { outbox: Outbox::new(database, destination, TABLE, batch_size, keep), trace_contexts, receiver }
     }
 
     /// Announces events on this channel of Postgres; if it is empty, they stay.

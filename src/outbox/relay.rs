@@ -43,9 +43,9 @@ const FORGOTTEN_AT_ONCE: u64 = 10_000;
 
 /// What one outbox has of its own. The columns that every outbox has are read and written here.
 #[derive(Debug, Clone, Copy)]
-pub struct OutboxSql {
-    /// The table.
-    pub table: &'static str,
+pub struct OutboxTable {
+    /// As the statements name it.
+    pub name: &'static str,
     /// `$1` limit of rows that were never refused, `$2` ids to skip, `$3` limit of refused rows whose pause is over;
     /// returns `id uuid`, `refusals int`, `found bigint`, `now timestamptz`, `kind text`, `order_id text` (may be null) and the
     /// columns of a message, refused rows first, then the oldest. It may omit the last of the found rows if they are too large for one batch.
@@ -56,10 +56,10 @@ pub struct OutboxSql {
     pub is_paced: bool,
 }
 
-impl OutboxSql {
-    /// A statement on this table, with `{table}` for its name.
-    fn of_table(&self, statement: &str) -> AssertSqlSafe<String> {
-        AssertSqlSafe(statement.replace("{table}", self.table))
+impl OutboxTable {
+    /// A statement on this table, with `{table}` for its name: safe, because the name is a constant of this crate.
+    fn sql(&self, statement: &str) -> AssertSqlSafe<String> {
+        AssertSqlSafe(statement.replace("{table}", self.name))
     }
 }
 
@@ -164,7 +164,7 @@ impl Relayed {
 pub struct Outbox {
     database: Database,
     destination: Destination,
-    sql: OutboxSql,
+    table: OutboxTable,
     batch_size: usize,
     keep: Duration,
     /// Rows that were sent or refused and could not be marked, and until when they are skipped.
@@ -188,7 +188,7 @@ impl Outbox {
     pub(super) fn new(
         database: Database,
         destination: Destination,
-        sql: OutboxSql,
+        table: OutboxTable,
         batch_size: usize,
         keep: Duration,
     ) -> Self {
@@ -196,7 +196,7 @@ impl Outbox {
         Self {
             database,
             destination,
-            sql,
+            table,
             batch_size,
             keep,
             set_aside: Vec::new(),
@@ -227,7 +227,7 @@ impl Outbox {
         matches!(self.destination, Destination::Nowhere)
     }
 
-    /// The rows of the next batch, in the columns of [`OutboxSql::unsent`]; none if they stay.
+    /// The rows of the next batch, in the columns of [`OutboxTable::unsent`]; none if they stay.
     ///
     /// # Errors
     /// [`RelayError::Database`].
@@ -239,9 +239,9 @@ impl Outbox {
         self.set_aside.retain(|(_, until)| *until > now);
         let left_out: Vec<Uuid> = self.set_aside.iter().map(|(id, _)| *id).collect();
         let limit = i64::try_from(self.batch_size).unwrap_or(i64::MAX);
-        let retries = if self.sql.is_paced { self.pace.allowance(self.batch_size, now) } else { self.batch_size };
+        let retries = if self.table.is_paced { self.pace.allowance(self.batch_size, now) } else { self.batch_size };
         let retries = i64::try_from(retries).unwrap_or(i64::MAX);
-        let select = sqlx::query(self.sql.unsent).bind(limit).bind(left_out).bind(retries);
+        let select = sqlx::query(self.table.unsent).bind(limit).bind(left_out).bind(retries);
         Ok(self.database.run(async |connection| select.fetch_all(connection).await).await?)
     }
 
@@ -323,7 +323,7 @@ impl Outbox {
         }
         // By primary key, as in `mark_sent`, and twice: for the join alone, a plan that was made while the table was empty
         // compares each message with each row.
-        let update = self.sql.of_table(
+        let update = self.table.sql(
             "UPDATE {table} SET refusals = refusals + 1, next_attempt_at = clock_timestamp() + make_interval(secs => pause_s)
              FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s)
              WHERE id = refused_id AND id = ANY ($1)",
@@ -342,7 +342,7 @@ impl Outbox {
     }
 
     fn pause_s(&self, refusals: usize) -> f64 {
-        let pauses_s = self.sql.pauses_s;
+        let pauses_s = self.table.pauses_s;
         pauses_s.get(refusals).or(pauses_s.last()).copied().unwrap_or(1.0)
     }
 
@@ -351,7 +351,7 @@ impl Outbox {
     /// # Errors
     /// sqlx's.
     pub async fn count_refused(&mut self) -> Result<u64, sqlx::Error> {
-        let select = self.sql.of_table("SELECT count(*) FROM {table} WHERE sent_at IS NULL AND refusals > 0");
+        let select = self.table.sql("SELECT count(*) FROM {table} WHERE sent_at IS NULL AND refusals > 0");
         let select = sqlx::query_scalar(select);
         let rows: i64 = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         let rows = u64::try_from(rows).unwrap_or(0);
@@ -369,7 +369,7 @@ impl Outbox {
         }
         // The first entry of the index of refused rows, the first of the rows that were never refused, and the last entry of the
         // index of sent rows.
-        let select = self.sql.of_table(
+        let select = self.table.sql(
             "SELECT extract(epoch FROM now - least(new, refused))::float8 AS age_s,
                     extract(epoch FROM now - new)::float8 AS new_age_s,
                     extract(epoch FROM now - sent)::float8 AS last_sent_s
@@ -394,7 +394,7 @@ impl Outbox {
             return Ok(0);
         }
         // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
-        let update = self.sql.of_table("UPDATE {table} SET sent_at = clock_timestamp() WHERE id = ANY ($1)");
+        let update = self.table.sql("UPDATE {table} SET sent_at = clock_timestamp() WHERE id = ANY ($1)");
         let update = sqlx::query(update).bind(ids);
         match self.database.run(async |connection| update.execute(connection).await).await {
             Err(error) if classify(&error) == ErrorClass::Locked => self.mark_free(ids).await,
@@ -404,7 +404,7 @@ impl Outbox {
 
     /// Marks the unlocked rows: one row that another session keeps locked must not cause all rows to be sent again.
     async fn mark_free(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
-        let update = self.sql.of_table(
+        let update = self.table.sql(
             "UPDATE {table} SET sent_at = clock_timestamp() WHERE id = ANY (ARRAY(
                  SELECT id FROM {table} WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED)) RETURNING id",
         );
@@ -433,14 +433,14 @@ impl Outbox {
     /// sqlx's.
     pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
         // A pause ends by the server's clock: a change of the clock may have made it longer than any pause is.
-        let end = self.sql.of_table(
+        let end = self.table.sql(
             "UPDATE {table} SET next_attempt_at = clock_timestamp()
              WHERE sent_at IS NULL AND next_attempt_at > statement_timestamp() + interval '10 min'",
         );
         let end = sqlx::query(end);
         self.database.run(async |connection| end.execute(connection).await).await?;
         // statement_timestamp(): a volatile function could not bound an index scan.
-        let delete = self.sql.of_table(
+        let delete = self.table.sql(
             "DELETE FROM {table} WHERE id = ANY (ARRAY(
                  SELECT id FROM {table} WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2))",
         );

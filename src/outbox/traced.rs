@@ -27,7 +27,7 @@ impl TracedBatch {
     /// `system`: as traces name the receiver.
     ///
     /// # Errors
-    /// sqlx's, if the row lacks a column of [`super::relay::OutboxSql::unsent`].
+    /// sqlx's, if the row lacks a column of [`super::relay::OutboxTable::unsent`].
     pub fn note(
         &mut self,
         index: usize,
