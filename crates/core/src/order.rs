@@ -105,7 +105,7 @@ impl fmt::Debug for OrderId {
 /// and the deadline in an alarm are the same number.
 ///
 /// Saturates at the ends instead of panicking: deadlines come from outside.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Timestamp(i64);
 
 /// When an unpaid order expires.

@@ -26,11 +26,17 @@ pub(super) fn circulates(alarm: &DeliveredAlarm) -> bool {
 }
 
 /// The token bucket, and how often the broker was early.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Circulation {
     /// When the bucket will have every token that was promised.
     paid_until: Timestamp,
     early_return_count: u64,
+}
+
+impl Default for Circulation {
+    fn default() -> Self {
+        Self { paid_until: Timestamp::from_unix_micros(0), early_return_count: 0 }
+    }
 }
 
 impl Circulation {

@@ -145,7 +145,7 @@ impl Engine {
             retries_had_last_closer: false,
             late_taken_at: None,
             availability: Availability::default(),
-            sweep: Sweep::default(),
+            sweep: Sweep::new(),
             look_ahead: LookAhead::new(),
             arrivals: Arrivals::default(),
             session: 0,

@@ -25,7 +25,7 @@ const PASS_PAUSE_FACTOR: u32 = 9;
 const MAX_PASS_PAUSE: Duration = Duration::from_secs(4);
 
 /// The state of the sweep.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Sweep {
     next_at: Option<Timestamp>,
     pass_began: Timestamp,
@@ -84,6 +84,29 @@ struct Settled {
 }
 
 impl Sweep {
+    pub fn new() -> Self {
+        let never = Timestamp::from_unix_micros(0);
+        Self {
+            next_at: None,
+            pass_began: never,
+            asking: false,
+            after: None,
+            is_short: false,
+            found: 0,
+            to_try: 0,
+            short_pass: None,
+            paused: None,
+            newest_looked_at: never,
+            cut_short: 0,
+            failures: 0,
+            backed_off: HashMap::new(),
+            busy: HashMap::new(),
+            settled: HashMap::new(),
+            backoffs_ended_at: None,
+            oldest: None,
+        }
+    }
+
     /// When the next page is wanted; `None` while one is being fetched.
     pub fn ready_at(&self) -> Option<Timestamp> {
         self.next_at.filter(|_| !self.asking)

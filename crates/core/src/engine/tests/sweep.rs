@@ -269,7 +269,7 @@ fn repeated_page_ends_pass() {
 #[test]
 fn passes_over_backed_off_orders_are_rare() {
     let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
-    let mut sweep = Sweep::default();
+    let mut sweep = Sweep::new();
     assert_eq!(sweep.page(&policy, REACH, at_ms(0)), None);
     let page = |sweep: &mut Sweep, at: i64| sweep.page(&policy, REACH, at_ms(at)).expect("a page").after;
     let found = |sweep: &mut Sweep, orders: &[(&str, i64)], at: i64| {
@@ -300,7 +300,7 @@ fn passes_over_backed_off_orders_are_rare() {
 #[test]
 fn long_pass_pauses_for_new_orders() {
     let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
-    let mut sweep = Sweep::default();
+    let mut sweep = Sweep::new();
     assert_eq!(sweep.page(&policy, REACH, at_ms(0)), None);
     let resting = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5), ("f", 6), ("g", 7), ("h", 8)];
     for (id, _) in resting {
