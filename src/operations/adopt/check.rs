@@ -354,7 +354,7 @@ impl Check<'_> {
         let mapping = self.settings.table_of(self.kind).zip(facts);
         let run =
             database.run(async |connection| dry_close::run(connection, (&close, parameters), &overdue, mapping).await);
-        let DryClose { outcomes, found_again, stock, also } = match run.await {
+        let DryClose { tried, outcomes, found_again, stock, also } = match run.await {
             Ok(dry) => dry,
             Err(error) => {
                 self.wrong(
@@ -402,7 +402,7 @@ impl Check<'_> {
                 .first()
                 .map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
             let shared = if change.is_shared { "; two of the orders have the same one" } else { "" };
-            if changed < needed && closed == outcomes.len() {
+            if changed < needed && closed == tried {
                 self.wrong(&key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
             } else {
                 self.note(

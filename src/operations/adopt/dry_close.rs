@@ -19,7 +19,9 @@ const EXAMPLES: usize = 3;
 /// What a rolled-back close has shown.
 #[derive(Debug, Default)]
 pub struct DryClose {
-    /// The orders that were tried, with their outcomes; an error's sentence where the close failed.
+    /// How many orders were tried.
+    pub tried: usize,
+    /// Those that no other session has ended meanwhile, with their outcomes; an error's sentence where the close failed.
     pub outcomes: Vec<(String, Result<String, String>)>,
     /// Those that the overdue statement found again after they were closed.
     pub found_again: Vec<String>,
@@ -53,7 +55,7 @@ pub async fn run(
 ) -> Result<DryClose, sqlx::Error> {
     let mut transaction = connection.begin().await?;
     let tried = overdue_ids(&mut transaction, overdue, TRIED).await?;
-    let mut dry = DryClose::default();
+    let mut dry = DryClose { tried: tried.len(), ..DryClose::default() };
     if tried.is_empty() {
         return Ok(dry);
     }
@@ -77,18 +79,19 @@ pub async fn run(
             }
         }
     }
-    let overdue_now = overdue_ids(&mut transaction, overdue, TRIED * 2).await?;
     let is_closed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("closed");
-    // Others have closed the rest, or paid them, since they were found.
-    dry.outcomes.retain(|(id, outcome)| outcome.is_err() || is_closed(outcome) || overdue_now.contains(id));
     let closed = |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && is_closed(outcome));
-    dry.found_again = overdue_now.into_iter().filter(closed).collect();
+    dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
     for ((settings, (_, stock)), before) in give_back.into_iter().zip(before) {
         dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
     }
     let changed = changed_rows(&mut transaction, alsos).await?;
     dry.also = changed.into_iter().zip(changed_before).map(|(now, before)| Some(now? - before?)).collect();
     transaction.rollback().await?;
+    // Behind the rollback, so that only what other sessions have done counts: an order that they have closed or paid since it
+    // was found is not to blame.
+    let overdue_now = overdue_ids(connection, overdue, TRIED * 2).await?;
+    dry.outcomes.retain(|(id, outcome)| is_closed(outcome) || overdue_now.contains(id));
     Ok(dry)
 }
 
