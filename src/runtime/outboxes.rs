@@ -327,7 +327,7 @@ impl RefusedEvents {
         let waiting = self.waiting;
         Some(match (receiver, fault) {
             (Receiver::Exchange(exchange), SendError::Broker(PublishError::Nacked)) => format!(
-                "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are retried at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among the queues that are bound to it, and consume it or raise its length"
+                "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are retried at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among the queues that are bound to it (`rabbitmqctl list_bindings -p` and the virtual host), and consume it or raise its length"
             ),
             (Receiver::Exchange(exchange), other) => {
                 format!("events cannot be published to the exchange {exchange}, {waiting} wait: {}", with_causes(other))

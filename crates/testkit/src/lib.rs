@@ -715,6 +715,8 @@ pub fn promised(limit: Duration) -> Duration {
     if is_punctual { limit } else { limit.max(TIMEOUT) }
 }
 
+const SHORTEST_PAUSE: Duration = Duration::from_millis(20);
+
 async fn wait_within<F: Future<Output = bool>>(timeout: Duration, what: &str, mut condition: impl FnMut() -> F) {
     let began = Instant::now();
     loop {
@@ -723,12 +725,14 @@ async fn wait_within<F: Future<Output = bool>>(timeout: Duration, what: &str, mu
             return;
         }
         assert!(began.elapsed() < timeout, "not within {timeout:?}: {what}");
-        tokio::time::sleep(pause_after(asked.elapsed())).await;
+        // Asked once more when the time is up, not later.
+        let left = timeout.saturating_sub(began.elapsed()).max(SHORTEST_PAUSE);
+        tokio::time::sleep(pause_after(asked.elapsed()).min(left)).await;
     }
 }
 
 /// Asking takes a fifth of the time at most: a condition that looks at a whole deployment would otherwise keep a processor
 /// busy that the worker needs.
 fn pause_after(asking: Duration) -> Duration {
-    (asking * 4).clamp(Duration::from_millis(20), Duration::from_secs(1))
+    (asking * 4).clamp(SHORTEST_PAUSE, Duration::from_secs(1))
 }

@@ -68,7 +68,7 @@ impl SweepWatch {
         let (swept, closed) = (sum(|second| second.swept), sum(|second| second.closed));
         (swept >= FEW_SWEPT && swept * SWEPT_OF > closed).then(|| {
             format!(
-                "{swept} of {closed} orders in the last ten minutes were closed without their alarms although a consumer session is open, as they were read from the database; schedule an alarm for every order, find out whether a publisher floods the inbox or the processing queue, and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
+                "{swept} of {closed} orders in the last ten minutes were closed without their alarms although a consumer session is open, as they were read from the database; schedule an alarm for every order, find out whether a publisher floods the inbox or the processing queue (`rabbitmqctl list_queues -p` and the virtual host), and run `order-timeout doctor --management URL`, which looks for what keeps alarms from arriving"
             )
         })
     }
