@@ -52,14 +52,13 @@ fn blocked_publishers_lose_no_alarm() {
         let publisher = env.publisher().await;
         let worker = env.worker().await;
         schedule(&env, &publisher, 20, 3 * SECOND).await;
-        // Due behind the block, even if rabbitmqctl takes long on a busy machine: their events must wait.
-        schedule(&env, &publisher, 20, 20 * SECOND).await;
+        // Due behind the block, even if rabbitmqctl takes so long on a busy machine that the others' events are out.
+        schedule(&env, &publisher, 20, 30 * SECOND).await;
         let held = held_by_the_worker(&env, 20, HELD_LONG).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
         assert_nothing_is_scheduled(&env, &publisher).await;
         // Consuming is not blocked, and closing needs no publishing.
         assert_closed(&env, &held).await;
-        wait_for("the closes of those due behind it", async || env.closed().await == 60).await;
         wait_for("an event that waits", async || {
             env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await > 0
         })
