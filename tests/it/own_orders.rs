@@ -56,6 +56,29 @@ fn statement_that_ignores_attempts_is_refused() {
     });
 }
 
+/// A worker would fail at the word; the check sees it before, though the order is not overdue behind that close.
+#[test]
+fn close_that_says_another_word_is_named() {
+    let right = include_str!("../../examples/own_orders/close.sql");
+    let wrong = right.replace("THEN 'closed'", "THEN 'already_closed'");
+    assert_ne!(right, wrong);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), wrong).unwrap();
+    let close_sql = file.path().to_str().unwrap().to_owned();
+    let adjust = |settings: &mut Settings| {
+        settings.orders.close_sql = close_sql;
+        settings.orders.overdue_sql = example("overdue.sql");
+    };
+    TestEnv::builder().settings(adjust).run(async move |env| {
+        sqlx::raw_sql(SCHEMA).execute(&env.pool).await.unwrap();
+        let overdue = "INSERT INTO public.purchases (id, pay_until) VALUES (1, now() - interval '2 s')";
+        sqlx::raw_sql(overdue).execute(&env.pool).await.unwrap();
+        let (code, said, error) = call_with(&env.settings, &["adopt", "--check"]).await;
+        assert!(code == 1 && said.contains("its close says already_closed"), "{said}{error}");
+        drop(file);
+    });
+}
+
 #[test]
 fn own_table_is_closed_and_announced() {
     TestEnv::builder()
