@@ -8,7 +8,7 @@ CREATE TABLE payment_attempts (
     provider      text NOT NULL,
     -- What the provider knows the attempt by.
     reference     text NOT NULL,
-    -- As the orders table prints it: that table may be the shop's own, so no foreign key.
+    -- As the orders table of its kind prints it: that table may be the shop's own, so no foreign key.
     order_id      text NOT NULL,
     amount_minor  bigint NOT NULL,
     currency      text NOT NULL,
@@ -19,12 +19,14 @@ CREATE TABLE payment_attempts (
     -- After this moment the provider takes no payment for the attempt: the shop has told it so. NULL: not known. Needed
     -- where a provider knows an attempt only once the customer has opened it: until then "absent" proves nothing.
     payable_until timestamptz,
+    kind          text NOT NULL DEFAULT 'order',
 
     PRIMARY KEY (provider, reference),
     CONSTRAINT the_provider_is_a_name_of_the_settings CHECK (provider ~ '^[a-z][a-z0-9_-]{0,39}$'),
     CONSTRAINT the_reference_is_short_text
         CHECK (octet_length(reference) BETWEEN 1 AND 200 AND reference !~ '[\x01-\x1f\x7f-\u009f]'),
     CONSTRAINT the_order_id_fits_a_message CHECK (octet_length(order_id) BETWEEN 1 AND 200),
+    CONSTRAINT the_kind_is_a_name CHECK (kind ~ '^[a-z][a-z0-9_]{0,39}$'),
     CONSTRAINT an_attempt_pays_no_negative_amount CHECK (amount_minor >= 0),
     CONSTRAINT the_currency_is_three_letters CHECK (currency ~ '^[A-Z]{3}$'),
     CONSTRAINT an_attempt_is_in_a_known_state CHECK (state IN ('open', 'paid', 'counted', 'closed', 'late', 'refunded'))
@@ -82,7 +84,7 @@ CREATE TABLE received_payments (
     provider      text NOT NULL,
     -- What the provider knows the payment by: each movement of money has its own.
     reference     text NOT NULL,
-    -- As the orders table prints it. No foreign key: that table may be the shop's own, or the order may not exist.
+    -- As the orders table of its kind prints it. No foreign key: that table may be the shop's own, or the order may not exist.
     order_id      text NOT NULL,
     amount_minor  bigint NOT NULL,
     currency      text NOT NULL,
@@ -94,6 +96,7 @@ CREATE TABLE received_payments (
     surplus_minor bigint NOT NULL DEFAULT 0,
     -- How much of it counts toward the order now. The rest is in late_payments.
     counted_minor bigint NOT NULL DEFAULT 0,
+    kind          text NOT NULL DEFAULT 'order',
 
     PRIMARY KEY (provider, reference),
     CONSTRAINT the_provider_is_a_name_of_the_settings CHECK (provider ~ '^[a-z][a-z0-9_-]{0,39}$'),
@@ -127,6 +130,7 @@ CREATE TABLE late_payments (
     -- Who settled it, and why.
     settled_by   text,
     settled_why  text,
+    kind         text NOT NULL DEFAULT 'order',
 
     FOREIGN KEY (provider, reference) REFERENCES received_payments,
     CONSTRAINT the_reason_is_known

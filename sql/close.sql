@@ -4,7 +4,9 @@
 --   $1 ids  text[]  order ids as in the messages
 --   $2 path text    which path closes them: alarm | look_ahead | sweep | manual
 --   $3 wait boolean true: wait for a locked stock row, up to lock_timeout; false: report its orders as busy
---   (a statement that does not need $3, or $2 and $3, may leave them out)
+--   $4 is_claimed boolean true: these orders were claimed, and their providers were asked: they are closed unless an attempt
+--              may bring money nevertheless, and none is claimed
+--   (a statement of your own may leave out what it does not need, from the last one on, and never needs $4)
 --
 --   order_id text, outcome text, deadline timestamptz
 --   An order without a deadline (NULL) is never due: not_due.
@@ -43,11 +45,12 @@ moment AS MATERIALIZED (
     SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM locked) >= 0
 ),
 overdue AS MATERIALIZED (
-    SELECT l.id FROM locked l WHERE l.status = 'unpaid' AND l.expires_at <= (SELECT m.now FROM moment m)
+    SELECT l.id FROM locked l
+    WHERE (l.status = 'unpaid' OR $4::boolean AND l.status = 'closing') AND l.expires_at <= (SELECT m.now FROM moment m)
 ),
 to_ask_about AS MATERIALIZED (
     -- Whatever this worker's settings are: one that cannot ask leaves the order to one that can.
-    SELECT q.order_id, q.provider FROM orders_to_ask_about(ARRAY(SELECT o.id FROM overdue o)) q
+    SELECT q.order_id::uuid AS order_id, q.provider FROM orders_to_ask_about(ARRAY(SELECT o.id::text FROM overdue o)) q
 ),
 due AS MATERIALIZED (
     SELECT o.id FROM overdue o WHERE o.id NOT IN (SELECT q.order_id FROM to_ask_about q)
@@ -96,7 +99,7 @@ closed AS (
     SET status = 'closed', closed_at = (SELECT m.now FROM moment m), closed_by = $2::text, close_reason = 'unpaid'
     WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM held_elsewhere w)))
       -- The precondition again, as text so that the planner cannot choose the deadline index for it.
-      AND o.status::text = 'unpaid'
+      AND (o.status::text = 'unpaid' OR $4::boolean AND o.status::text = 'closing')
     RETURNING o.id, o.expires_at, o.closed_at, o.received_minor
 ),
 history AS (
@@ -125,7 +128,7 @@ claimed AS (
     -- `closing`: a payment that locks the row sees that and can refuse. It keeps its stock.
     UPDATE orders o
     SET status = 'closing'
-    WHERE o.id = ANY (ARRAY(SELECT q.order_id FROM to_ask_about q)) AND o.status::text = 'unpaid'
+    WHERE o.id = ANY (ARRAY(SELECT q.order_id FROM to_ask_about q WHERE NOT $4::boolean)) AND o.status::text = 'unpaid'
     RETURNING o.id
 ),
 waiting AS (
@@ -150,7 +153,7 @@ waiting AS (
 ),
 part_payments AS MATERIALIZED (
     -- Money that paid a part of an order becomes late money. Called for such orders alone: the others cost nothing.
-    SELECT release_part_payments(c.id) FROM closed c WHERE c.received_minor IS NOT NULL
+    SELECT release_part_payments(c.id::text) FROM closed c WHERE c.received_minor IS NOT NULL
 ),
 given_back AS MATERIALIZED (
     SELECT i.article_id, sum(i.quantity)::bigint AS quantity
@@ -193,10 +196,10 @@ SELECT a.text_id AS order_id,
            WHEN l.id IS NULL THEN 'busy'
            WHEN l.status = 'paid' THEN 'paid'
            WHEN l.status = 'closed' THEN 'already_closed'
-           WHEN l.status = 'closing' THEN 'closing'
-           -- Cancelled, or a status that the shop added: not unpaid, so there is nothing to close.
-           WHEN l.status <> 'unpaid' THEN 'already_closed'
            WHEN a.id IN (SELECT w.order_id FROM held_elsewhere w) THEN 'busy'
+           WHEN l.status = 'closing' AND (NOT $4::boolean OR a.id IN (SELECT q.order_id FROM to_ask_about q)) THEN 'closing'
+           -- Cancelled, or a status that the shop added: not unpaid, so there is nothing to close.
+           WHEN l.status NOT IN ('unpaid', 'closing') THEN 'already_closed'
            ELSE 'not_due'
        END AS outcome,
        l.expires_at AS deadline

@@ -11,7 +11,7 @@
 --
 --   order_id text
 --
--- Touches no order: it stays `closing`, and its stock stays reserved.
+-- Touches no order: it stays as it is, and its stock stays reserved.
 WITH asked AS MATERIALIZED (
     SELECT *
     FROM unnest($2::text[], $3::bigint[], $4::text[], $5::text[], $6::timestamptz[], $7::text[], $8::integer[],
@@ -23,7 +23,7 @@ held AS MATERIALIZED (
     SELECT c.order_id
     FROM close_attempts c
     WHERE c.order_id = ANY ($2::text[]) AND (c.unresolved_at IS NULL) IS TRUE
-      -- IS TRUE and kind || '': as in sql/close_claimed.sql.
+      -- IS TRUE and kind || '': as in sql/hold_claimed.sql.
       AND c.kind || '' = $1::text
       AND ((c.order_id, c.lease) IN (SELECT a.order_id, a.lease FROM asked a)) IS TRUE
     ORDER BY c.order_id
@@ -45,18 +45,21 @@ attempts_closed AS (
     UPDATE payment_attempts p
     SET state = 'closed'
     FROM unnest($11::text[], $12::text[], $13::text[]) AS v (order_id, provider, reference)
-    WHERE p.provider = v.provider AND p.reference = v.reference AND p.order_id = v.order_id AND p.state = 'open'
+    WHERE p.provider = v.provider AND p.reference = v.reference AND p.order_id = v.order_id
+      AND p.kind = $1::text AND p.state = 'open'
       AND (v.order_id IN (SELECT h.order_id FROM held h)) IS TRUE
 ),
 event AS (
     -- For the person who must look at it.
-    INSERT INTO event_outbox (routing_key, type, payload)
-    SELECT 'order.unresolved', 'order.unresolved.v1',
+    INSERT INTO event_outbox (kind, routing_key, type, payload)
+    SELECT $1::text, 'order.unresolved', 'order.unresolved.v1',
            jsonb_build_object(
                'order_id', w.order_id,
                'unresolved_at', to_char(w.unresolved_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
                'reason', w.unresolved_reason,
                'answers', w.last_answers)
+           -- As in an alarm: the default kind is not named.
+           || CASE WHEN $1::text = 'order' THEN '{}' ELSE jsonb_build_object('kind', $1::text) END
     FROM written w
     WHERE w.step = 'unresolved'
 )

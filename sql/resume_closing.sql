@@ -53,5 +53,5 @@ SELECT l.order_id, l.lease, l.queue, l.rounds, l.has_waited, l.was_judged,
        p.provider, p.reference, p.amount_minor, p.currency, p.state, p.created_at, p.payable_until
 FROM leased l
 -- Every attempt, not only the last: a verdict on one is none on the order.
-LEFT JOIN payment_attempts p ON p.order_id = l.order_id AND p.state IN ('open', 'paid')
+LEFT JOIN payment_attempts p ON p.order_id = l.order_id AND p.kind = $1::text AND p.state IN ('open', 'paid')
 ORDER BY l.order_id, p.created_at, p.provider, p.reference

@@ -11,79 +11,84 @@ CREATE OR REPLACE FUNCTION late_payment_as_json(late late_payments) RETURNS json
         'currency', late.currency,
         'reason', late.reason,
         'recorded_at', to_char(late.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'))
+        -- As in an alarm: the default kind is not named.
+        || CASE WHEN late.kind = 'order' THEN '{}' ELSE jsonb_build_object('kind', late.kind) END
 $$;
 
 -- Money that paid for nothing, or not for this order: recorded, announced, and in the order's history if it has one.
 -- The caller has locked the order's row, if there is one. Not for callbacks.
 CREATE OR REPLACE FUNCTION record_late_payment(
-    order_id text, provider text, reference text, amount_minor bigint, currency text, reason text
+    kind text, order_id text, provider text, reference text, amount_minor bigint, currency text, reason text
 ) RETURNS void LANGUAGE plpgsql
 SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     late late_payments;
 BEGIN
-    INSERT INTO late_payments (order_id, provider, reference, amount_minor, currency, reason)
-    VALUES (record_late_payment.order_id, record_late_payment.provider, record_late_payment.reference,
+    INSERT INTO late_payments (kind, order_id, provider, reference, amount_minor, currency, reason)
+    VALUES (record_late_payment.kind, record_late_payment.order_id, record_late_payment.provider, record_late_payment.reference,
             record_late_payment.amount_minor, record_late_payment.currency, record_late_payment.reason)
     RETURNING * INTO late;
     INSERT INTO order_events (order_id, event, by, reason)
     SELECT o.id, 'payment_late', 'payment', late.reason || ': ' || late.provider || ' ' || late.reference
     FROM orders o
-    WHERE o.id = default_order_key(late.order_id);
-    INSERT INTO event_outbox (routing_key, type, payload)
-    VALUES ('order.payment_late', 'order.payment_late.v1', late_payment_as_json(late));
+    WHERE late.kind = 'order' AND o.id = default_order_key(late.order_id);
+    INSERT INTO event_outbox (kind, routing_key, type, payload)
+    VALUES (late.kind, 'order.payment_late', 'order.payment_late.v1', late_payment_as_json(late));
 END $$;
 
 -- The part payments of an order that was closed or cancelled become late money. The close calls it in its own
 -- statement; a shop calls it where it cancels an order. Returns how many there were: none while the order is open or
 -- paid, so that every role may call it.
-CREATE OR REPLACE FUNCTION release_part_payments(order_id uuid) RETURNS bigint
+CREATE OR REPLACE FUNCTION release_part_payments(order_id text, kind text DEFAULT 'order') RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
+    target record;
     part received_payments;
     released bigint := 0;
 BEGIN
-    UPDATE orders o SET received_minor = NULL
-    WHERE o.id = release_part_payments.order_id AND o.status NOT IN ('unpaid', 'closing', 'paid')
-      AND o.received_minor IS NOT NULL;
-    IF NOT FOUND THEN
+    SELECT * INTO target FROM locked_order(release_part_payments.kind, release_part_payments.order_id, true);
+    IF target.state IS NULL OR target.state IN ('open', 'closing', 'paid') THEN
         RETURN 0;
+    END IF;
+    IF release_part_payments.kind = 'order' THEN
+        UPDATE orders o SET received_minor = NULL
+        WHERE o.id = default_order_key(target.id) AND o.received_minor IS NOT NULL;
     END IF;
     FOR part IN
         SELECT * FROM received_payments p
-        WHERE p.order_id = release_part_payments.order_id::text AND p.outcome = 'partial' AND p.counted_minor > 0
+        WHERE p.order_id = target.id AND p.kind = release_part_payments.kind AND p.outcome = 'partial' AND p.counted_minor > 0
         ORDER BY p.received_at, p.provider, p.reference
         FOR NO KEY UPDATE
     LOOP
         UPDATE received_payments p SET counted_minor = 0 WHERE p.provider = part.provider AND p.reference = part.reference;
         UPDATE payment_attempts a SET state = 'late'
         WHERE a.provider = part.provider AND a.reference = part.reference AND a.state = 'counted';
-        PERFORM record_late_payment(part.order_id, part.provider, part.reference, part.counted_minor, part.currency,
-                                    'part_payment');
+        PERFORM record_late_payment(part.kind, part.order_id, part.provider, part.reference, part.counted_minor,
+                                    part.currency, 'part_payment');
         released := released + 1;
     END LOOP;
     RETURN released;
 END $$;
 
--- What part payments have counted beyond the price, because the shop has lowered it since, becomes late money. The
--- caller has locked the order's row. Not for callbacks.
-CREATE OR REPLACE FUNCTION release_excess(order_id uuid) RETURNS void LANGUAGE plpgsql
+-- An order that is locked has been paid: what was counted beyond its price, because the shop has lowered it since, becomes
+-- late money, and nothing is left of a close that was begun. Not for callbacks.
+CREATE OR REPLACE FUNCTION release_excess(kind text, order_id text, price bigint) RETURNS void LANGUAGE plpgsql
 SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
-    excess bigint;
+    excess bigint := (SELECT sum(p.counted_minor) FROM received_payments p
+                      WHERE p.order_id = release_excess.order_id AND p.kind = release_excess.kind) - price;
     part received_payments;
     back bigint;
 BEGIN
-    UPDATE orders o SET received_minor = o.amount_minor
-    FROM orders before
-    WHERE o.id = release_excess.order_id AND before.id = o.id AND o.received_minor > o.amount_minor
-    RETURNING before.received_minor - o.amount_minor INTO excess;
+    IF release_excess.kind = 'order' AND excess > 0 THEN
+        UPDATE orders o SET received_minor = price WHERE o.id = default_order_key(release_excess.order_id);
+    END IF;
     FOR part IN
         SELECT * FROM received_payments p
-        WHERE excess > 0 AND p.order_id = release_excess.order_id::text AND p.counted_minor > 0
+        WHERE excess > 0 AND p.order_id = release_excess.order_id AND p.kind = release_excess.kind AND p.counted_minor > 0
         ORDER BY p.received_at DESC, p.provider, p.reference
         FOR NO KEY UPDATE
     LOOP
@@ -92,11 +97,11 @@ BEGIN
         EXIT WHEN back = 0;
         UPDATE received_payments p SET counted_minor = p.counted_minor - back
         WHERE p.provider = part.provider AND p.reference = part.reference;
-        PERFORM record_late_payment(part.order_id, part.provider, part.reference, back, part.currency, 'surplus');
+        PERFORM record_late_payment(part.kind, part.order_id, part.provider, part.reference, back, part.currency, 'surplus');
     END LOOP;
 END $$;
 
 REVOKE ALL ON FUNCTION
-    record_late_payment(text, text, text, bigint, text, text),
-    release_excess(uuid)
+    record_late_payment(text, text, text, text, bigint, text, text),
+    release_excess(text, text, bigint)
 FROM PUBLIC;

@@ -1,4 +1,4 @@
--- How an order of the default table `orders` is named in tables that have the ids of any orders table.
+-- How an order of any kind is named, locked, paid and consumed: by the functions of its kind.
 
 -- The key in the default table `orders`, from any spelling of a UUID that Postgres reads, and with the prefix of RFC 9562;
 -- NULL for a text that is none, so that money for such an order is recorded all the same.
@@ -7,17 +7,92 @@ CREATE OR REPLACE FUNCTION default_order_key(order_id text) RETURNS uuid LANGUAG
     FROM regexp_replace(lower(btrim(order_id, E' \t\r\n')), '^urn:uuid:', '') AS k (id)
 $$;
 
--- Attempts are found by the order's id as the table prints it, by the provider's name in the settings, and by a currency in
--- capital letters; a shop may write all three otherwise. A UUID without hyphens may be the key of a table of the shop's own:
--- it is another spelling only if there is such an order.
+-- The function of a kind that does this: `id`, `order`, `count` or `consume`. Those of a mapped table are rendered from its
+-- mapping (`order-timeout adopt --install`); the kind `order` has those of the default tables until there are others.
+CREATE OR REPLACE FUNCTION function_of_kind(kind text, what text) RETURNS text LANGUAGE plpgsql STABLE
+SET search_path FROM CURRENT AS $$
+DECLARE
+    mapped text := format('kind_%s_%s', kind, what);
+BEGIN
+    IF kind !~ '^[a-z][a-z0-9_]{0,39}$' THEN
+        RAISE 'final: % is no name of a kind; name one of the settings', quote_literal(left(kind, 200))
+            USING ERRCODE = 'invalid_parameter_value';
+    ELSIF to_regproc(mapped) IS NOT NULL THEN
+        RETURN mapped;
+    ELSIF kind = 'order' THEN
+        RETURN 'default_' || what;
+    END IF;
+    RAISE 'final: the kind % has no functions for payments; run order-timeout adopt --kind % --install', kind, kind
+        USING ERRCODE = 'invalid_parameter_value';
+END $$;
+
+-- The order's id as its table prints it; the text itself if it is no id of that table.
+CREATE OR REPLACE FUNCTION order_id_of_kind(kind text, order_id text) RETURNS text LANGUAGE plpgsql STABLE STRICT
+SET search_path FROM CURRENT AS $$
+DECLARE
+    printed text;
+BEGIN
+    EXECUTE format('SELECT %I($1)', function_of_kind(kind, 'id')) INTO printed USING order_id;
+    RETURN coalesce(printed, order_id);
+END $$;
+
+-- The order, whose row is locked: its id as its table prints it, and its state: open | closing | paid | closed | cancelled |
+-- not_open; NULL if there is no such order; busy if another session holds it and this one does not wait. Not for callbacks.
+CREATE OR REPLACE FUNCTION locked_order(
+    kind text, order_id text, waits boolean,
+    OUT id text, OUT state text, OUT deadline timestamptz, OUT amount_minor bigint, OUT currency text
+) LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'order'))
+    INTO state, deadline, amount_minor, currency USING order_id, waits;
+    id := order_id_of_kind(kind, order_id);
+    -- Claimed: a table without a status for it says no more than that the order is open.
+    IF state = 'open' AND EXISTS (SELECT FROM close_attempts c WHERE c.order_id = locked_order.id AND c.kind = locked_order.kind) THEN
+        state := 'closing';
+    END IF;
+END $$;
+
+-- The same without waiting, for sql/settle_paid.sql. Not for callbacks.
+CREATE OR REPLACE FUNCTION lock_free_order(kind text, order_id text, OUT state text, OUT deadline timestamptz)
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
+    SELECT l.state, l.deadline FROM locked_order(kind, order_id, false) l
+$$;
+
+-- Counts money toward an open order that is locked, and says whether its row has changed; with `pays` the order is paid by
+-- it. `by`, `why` and `answers` are for the history of the default tables. Not for callbacks.
+CREATE OR REPLACE FUNCTION count_for_order(
+    kind text, order_id text, counted bigint, pays boolean, by text, why text, answers text
+) RETURNS boolean LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    has_changed boolean;
+BEGIN
+    EXECUTE format('SELECT %I($1, $2, $3, $4, $5, $6)', function_of_kind(kind, 'count'))
+    INTO has_changed USING order_id, counted, pays, by, why, answers;
+    RETURN has_changed;
+END $$;
+
+-- What paid orders have reserved is consumed. Not for callbacks.
+CREATE OR REPLACE FUNCTION consume_for_orders(kind text, order_ids text[]) RETURNS void LANGUAGE plpgsql SECURITY DEFINER
+SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format('SELECT %I($1)', function_of_kind(kind, 'consume')) USING order_ids;
+END $$;
+
+-- Attempts are found by the order's id as its table prints it, by the provider's name in the settings, and by a currency in
+-- capital letters; a shop may write all three otherwise.
 CREATE OR REPLACE FUNCTION canonical_attempt() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     key uuid := default_order_key(NEW.order_id);
 BEGIN
-    IF lower(NEW.order_id) = key::text OR EXISTS (SELECT FROM orders o WHERE o.id = key) THEN
-        NEW.order_id := key::text;
-    END IF;
+    NEW.order_id := CASE
+        WHEN to_regproc(format('%I', 'kind_' || NEW.kind || '_id')) IS NOT NULL THEN order_id_of_kind(NEW.kind, NEW.order_id)
+        -- A UUID without hyphens may be the key of a table behind statements of the shop's own: it is another spelling only if
+        -- there is such an order.
+        WHEN NEW.kind = 'order' AND (lower(NEW.order_id) = key::text OR EXISTS (SELECT FROM orders o WHERE o.id = key))
+            THEN key::text
+        ELSE NEW.order_id
+    END;
     NEW.provider := canonical_provider(NEW.provider);
     NEW.currency := canonical_currency(NEW.currency);
     RETURN NEW;
@@ -42,7 +117,14 @@ BEGIN
     -- CREATE OR REPLACE TRIGGER needs PostgreSQL 14.
     IF NOT EXISTS (SELECT FROM pg_trigger t
                    WHERE t.tgrelid = 'payment_attempts'::regclass AND t.tgname = 'canonical_attempt') THEN
-        CREATE TRIGGER canonical_attempt BEFORE INSERT OR UPDATE OF order_id, provider, currency ON payment_attempts
+        CREATE TRIGGER canonical_attempt BEFORE INSERT OR UPDATE OF order_id, kind, provider, currency ON payment_attempts
             FOR EACH ROW EXECUTE FUNCTION canonical_attempt();
     END IF;
 END $$;
+
+REVOKE ALL ON FUNCTION
+    locked_order(text, text, boolean),
+    lock_free_order(text, text),
+    count_for_order(text, text, bigint, boolean, text, text, text),
+    consume_for_orders(text, text[])
+FROM PUBLIC;

@@ -4,14 +4,14 @@
 -- VOLATILE, so that it reads with a snapshot of its own: sql/close.sql calls it after it has locked the orders, and an attempt
 -- that was begun under the lock of the order's row is then visible. A shop without attempts pays for one look at an empty
 -- index.
-CREATE OR REPLACE FUNCTION orders_to_ask_about(order_ids uuid[]) RETURNS TABLE (order_id uuid, provider text)
-LANGUAGE plpgsql VOLATILE ROWS 100 AS $$
+CREATE OR REPLACE FUNCTION orders_to_ask_about(order_ids text[], of_kind text DEFAULT 'order')
+RETURNS TABLE (order_id text, provider text) LANGUAGE plpgsql VOLATILE ROWS 100 AS $$
 #variable_conflict use_column
 BEGIN
     RETURN QUERY
-    SELECT DISTINCT ON (a.order_id) a.order_id::uuid, a.provider
+    SELECT DISTINCT ON (a.order_id) a.order_id, a.provider
     FROM payment_attempts a
     WHERE (SELECT EXISTS (SELECT FROM payment_attempts))
-      AND a.order_id = ANY (order_ids::text[]) AND a.state IN ('open', 'paid')
+      AND a.order_id = ANY (order_ids) AND a.kind = of_kind AND a.state IN ('open', 'paid')
     ORDER BY a.order_id, a.created_at DESC, a.provider, a.reference;
 END $$;

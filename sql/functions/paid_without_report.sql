@@ -3,19 +3,6 @@
 --
 -- Both wait for the end of the transaction, when the order's items and its price are there.
 
--- What listeners are told of such an order: as of one that a provider said is paid (sql/settle_paid.sql). Not for callbacks.
-CREATE OR REPLACE FUNCTION announce_paid(order_id uuid) RETURNS void LANGUAGE sql SET search_path FROM CURRENT AS $$
-    INSERT INTO event_outbox (routing_key, type, payload)
-    SELECT 'order.paid_late_settled', 'order.paid_late_settled.v1',
-           jsonb_build_object(
-               'order_id', announce_paid.order_id,
-               'deadline', to_char(f.deadline AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'settled_at', to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'attempts', f.attempts)
-           || CASE WHEN f.late_minor > 0 THEN jsonb_build_object('surplus_minor', f.late_minor) ELSE '{}' END
-    FROM paid_attempts(announce_paid.order_id::text) AS f
-$$;
-
 -- Money that was reported before its order was there.
 CREATE OR REPLACE FUNCTION money_before_order() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
@@ -29,7 +16,7 @@ BEGIN
         SELECT p.provider, p.reference, p.amount_minor, p.currency
         FROM late_payments l
         JOIN received_payments p ON p.provider = l.provider AND p.reference = l.reference
-        WHERE l.order_id = NEW.id::text AND l.state = 'open' AND l.reason = 'unknown_order' AND p.amount_minor > 0
+        WHERE l.order_id = NEW.id::text AND l.kind = 'order' AND l.state = 'open' AND l.reason = 'unknown_order' AND p.amount_minor > 0
         ORDER BY l.id
     LOOP
         BEGIN
@@ -42,7 +29,7 @@ BEGIN
         END;
     END LOOP;
     IF has_paid THEN
-        PERFORM announce_paid(NEW.id);
+        PERFORM announce_paid('order', NEW.id::text, NEW.expires_at);
     END IF;
     RETURN NULL;
 END $$;
@@ -55,8 +42,8 @@ DECLARE
 BEGIN
     SELECT * INTO target FROM orders o WHERE o.id = NEW.id FOR NO KEY UPDATE;
     IF target.status IN ('unpaid', 'closing') AND target.received_minor >= target.amount_minor THEN
-        PERFORM count_payment(target.id, 0, true, 'price lowered to', target.amount_minor::text);
-        PERFORM announce_paid(target.id);
+        PERFORM count_payment('order', target.id::text, target.amount_minor, 0, true, 'price lowered to ' || target.amount_minor);
+        PERFORM announce_paid('order', target.id::text, target.expires_at);
     END IF;
     RETURN NULL;
 END $$;
@@ -74,5 +61,3 @@ BEGIN
             EXECUTE FUNCTION nothing_left_to_pay();
     END IF;
 END $$;
-
-REVOKE ALL ON FUNCTION announce_paid(uuid) FROM PUBLIC;

@@ -33,7 +33,7 @@ END $$;
 -- A payment that was reported before, locked, or NULL. The same reference with another amount is refused, and so is one that
 -- counts for another order or whose money is settled. Not for callbacks.
 CREATE OR REPLACE FUNCTION recorded_payment(
-    order_id text, provider text, reference text, amount_minor bigint, currency text
+    kind text, order_id text, provider text, reference text, amount_minor bigint, currency text
 ) RETURNS received_payments LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
@@ -43,7 +43,8 @@ BEGIN
     WHERE p.provider = recorded_payment.provider AND p.reference = recorded_payment.reference
     FOR NO KEY UPDATE;
     IF (known.amount_minor, known.currency) IS DISTINCT FROM (recorded_payment.amount_minor, recorded_payment.currency)
-        OR known.order_id <> recorded_payment.order_id AND NOT is_open_late_money(known) THEN
+        OR (known.kind, known.order_id) <> (recorded_payment.kind, recorded_payment.order_id)
+            AND NOT is_open_late_money(known) THEN
         RAISE 'final: payment % of % was recorded as % % for order %, and is now reported as % % for order %; give each payment a reference of its own',
             known.reference, known.provider, known.amount_minor, known.currency, known.order_id,
             recorded_payment.amount_minor, recorded_payment.currency, recorded_payment.order_id
@@ -61,10 +62,11 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
           AND l.amount_minor = payment.amount_minor)
 $$;
 
--- A payment of an order in the default table `orders`.
+-- A payment of an order in the default tables, or in a mapped table whose functions are installed.
 --
---   order_id       a UUID in any spelling
+--   order_id       in any spelling that its table reads
 --   provider       its name in the settings, and currency: in small or capital letters
+--   kind           of the order, if it is not the default one
 --
 --   outcome        paid: this payment has paid the order, or completed it.
 --                  partial: recorded; the order is still open and lacks missing_minor.
@@ -82,53 +84,49 @@ $$;
 --
 -- SECURITY DEFINER: a callback's role needs EXECUTE on this function and no right on a table.
 CREATE OR REPLACE FUNCTION payment_received(
-    order_id text, provider text, reference text, amount_minor bigint, currency text
+    order_id text, provider text, reference text, amount_minor bigint, currency text, kind text DEFAULT 'order'
 ) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
-    target orders;
+    target record;
     attempt payment_attempts;
     known received_payments;
-    key uuid := default_order_key(payment_received.order_id);
-    -- As the table prints it.
-    id_text text := coalesce(key::text, payment_received.order_id);
+    of_kind text := payment_received.kind;
+    id_text text := order_id_of_kind(of_kind, payment_received.order_id);
     payer text := canonical_provider(payment_received.provider);
     money text := canonical_currency(payment_received.currency);
     verdict text;
     why text;
+    -- What earlier payments have counted, and whether one of them was in another currency.
+    received bigint;
+    is_mixed boolean;
     counted bigint := 0;
     missing bigint;
 BEGIN
     PERFORM require_payment(id_text, payer, payment_received.reference, payment_received.amount_minor, money);
     -- The order's row first, as the close does: whatever decides is read behind this lock. It waits for a close that is
     -- being committed.
-    SELECT * INTO target FROM orders o WHERE o.id = key FOR NO KEY UPDATE;
-    IF target.id IS NULL AND key IS NOT NULL THEN
-        -- It may be in a transaction that commits at this moment.
-        PERFORM pg_advisory_xact_lock('orders'::regclass::oid::integer, number_of_order(key));
-        SELECT * INTO target FROM orders o WHERE o.id = key FOR NO KEY UPDATE;
-    END IF;
+    SELECT * INTO target FROM locked_order(of_kind, id_text, true);
     SELECT * INTO attempt FROM payment_attempts a WHERE a.provider = payer AND a.reference = payment_received.reference;
+    SELECT coalesce(sum(p.counted_minor), 0), coalesce(bool_or(p.currency <> money), false) INTO received, is_mixed
+    FROM received_payments p WHERE p.order_id = id_text AND p.kind = of_kind AND p.counted_minor > 0;
 
     why := CASE
-        WHEN target.id IS NULL THEN 'unknown_order'
+        WHEN target.state IS NULL THEN 'unknown_order'
         -- The shop itself has written for which order the customer was sent to the provider.
-        WHEN coalesce(default_order_key(attempt.order_id)::text, attempt.order_id) <> id_text THEN 'other_order'
-        WHEN target.status = 'paid' THEN 'already_paid'
-        WHEN target.status = 'closed' THEN 'closed'
-        WHEN target.status::text = 'cancelled' THEN 'cancelled'
-        WHEN target.status NOT IN ('unpaid', 'closing') THEN 'not_open'
+        WHEN attempt.kind <> of_kind OR order_id_of_kind(of_kind, attempt.order_id) <> id_text THEN 'other_order'
+        WHEN target.state = 'paid' THEN 'already_paid'
+        WHEN target.state IN ('closed', 'cancelled') THEN target.state
+        WHEN target.state NOT IN ('open', 'closing') THEN 'not_open'
         -- While the close is being decided the provider's answer counts, and this is one.
-        WHEN target.status = 'unpaid' AND target.expires_at <= clock_timestamp()
+        WHEN target.state = 'open' AND target.deadline <= clock_timestamp()
             AND NOT coalesce((SELECT s.pay_after_deadline FROM order_timeout_settings s), true) THEN 'after_deadline'
         -- Amounts of two currencies are never added up, even if the order does not say its own.
-        WHEN target.currency <> money
-            OR EXISTS (SELECT FROM received_payments p WHERE p.order_id = id_text AND p.counted_minor > 0
-                       AND p.currency <> money) THEN 'other_currency'
+        WHEN target.currency <> money OR is_mixed THEN 'other_currency'
     END;
     -- NULL if it is not known what the order costs: then any payment pays it.
-    missing := target.amount_minor - coalesce(target.received_minor, 0);
+    missing := target.amount_minor - received;
     IF why IS NULL AND payment_received.amount_minor = 0 AND coalesce(missing, 1) > 0 THEN
         RAISE 'final: a payment of 0 was reported for order %, which is not free; report what was received', id_text
             USING ERRCODE = 'invalid_parameter_value';
@@ -143,13 +141,13 @@ BEGIN
         counted := greatest(least(payment_received.amount_minor, missing), 0);
     END IF;
 
-    INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
-    VALUES (payer, payment_received.reference, id_text, payment_received.amount_minor, money, 'late', 'unknown_order')
+    INSERT INTO received_payments (provider, reference, kind, order_id, amount_minor, currency, outcome, reason)
+    VALUES (payer, payment_received.reference, of_kind, id_text, payment_received.amount_minor, money, 'late', 'unknown_order')
     -- Another session's insert of the same payment is waited for. If it is rolled back, this one counts.
     ON CONFLICT DO NOTHING;
     IF NOT FOUND THEN
-        known := recorded_payment(id_text, payer, payment_received.reference, payment_received.amount_minor, money);
-        IF known.order_id = id_text AND (verdict = 'late' OR NOT is_open_late_money(known)) THEN
+        known := recorded_payment(of_kind, id_text, payer, payment_received.reference, payment_received.amount_minor, money);
+        IF (known.kind, known.order_id) = (of_kind, id_text) AND (verdict = 'late' OR NOT is_open_late_money(known)) THEN
             RETURN QUERY SELECT known.outcome, known.reason, known.missing_minor, known.surplus_minor, false;
             RETURN;
         END IF;
@@ -160,7 +158,7 @@ BEGIN
         WHERE l.provider = payer AND l.reference = payment_received.reference AND l.state = 'open';
     END IF;
     UPDATE received_payments p
-    SET order_id = id_text, outcome = verdict, reason = why, counted_minor = counted,
+    SET kind = of_kind, order_id = id_text, outcome = verdict, reason = why, counted_minor = counted,
         missing_minor = CASE WHEN verdict = 'partial' THEN missing - counted ELSE 0 END,
         surplus_minor = CASE WHEN verdict = 'paid' THEN payment_received.amount_minor - counted ELSE 0 END
     WHERE p.provider = payer AND p.reference = payment_received.reference;
@@ -168,13 +166,14 @@ BEGIN
     -- The money was taken: nothing is asked about this attempt any more if it pays for nothing, or is a part that counts. That
     -- of another order is left alone, because only its provider knows what became of it.
     UPDATE payment_attempts a SET state = CASE verdict WHEN 'partial' THEN 'counted' ELSE verdict END
-    WHERE a.provider = payer AND a.reference = payment_received.reference AND a.order_id = id_text;
+    WHERE a.provider = payer AND a.reference = payment_received.reference AND (a.kind, a.order_id) = (of_kind, id_text);
     IF verdict = 'late' THEN
-        PERFORM record_late_payment(id_text, payer, payment_received.reference, payment_received.amount_minor, money, why);
+        PERFORM record_late_payment(of_kind, id_text, payer, payment_received.reference, payment_received.amount_minor, money, why);
     ELSE
-        PERFORM count_payment(target.id, counted, verdict = 'paid', payer, payment_received.reference);
+        PERFORM count_payment(of_kind, id_text, target.amount_minor, counted, verdict = 'paid',
+                              payer || ' ' || payment_received.reference);
         IF payment_received.amount_minor > counted THEN
-            PERFORM record_late_payment(id_text, payer, payment_received.reference,
+            PERFORM record_late_payment(of_kind, id_text, payer, payment_received.reference,
                                         payment_received.amount_minor - counted, money, 'surplus');
         END IF;
     END IF;
@@ -184,34 +183,26 @@ END $$;
 
 -- Counts money toward an open order whose row the caller has locked; if that pays the order, what it has reserved is
 -- consumed. Not for callbacks.
-CREATE OR REPLACE FUNCTION count_payment(order_id uuid, counted bigint, pays boolean, provider text, reference text)
+CREATE OR REPLACE FUNCTION count_payment(kind text, order_id text, price bigint, counted bigint, pays boolean, why text)
 RETURNS void LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
-    UPDATE orders o
-    SET received_minor = coalesce(o.received_minor, 0) + counted,
-        status = CASE WHEN pays THEN 'paid' ELSE o.status END,
-        paid_at = CASE WHEN pays THEN clock_timestamp() END
-    WHERE o.id = count_payment.order_id;
-    IF NOT FOUND THEN
-        RAISE 'a trigger keeps order % unpaid; the payment is not recorded, so report it again', count_payment.order_id;
+    IF NOT count_for_order(kind, order_id, counted, pays, 'payment', why, NULL) THEN
+        RAISE 'a trigger keeps order % unpaid; the payment is not recorded, so report it again', order_id;
     END IF;
-    INSERT INTO order_events (order_id, event, by, reason)
-    VALUES (count_payment.order_id, CASE WHEN pays THEN 'paid' ELSE 'payment_received' END, 'payment',
-            provider || ' ' || reference);
     IF NOT pays THEN
         RETURN;
     END IF;
-    PERFORM release_excess(count_payment.order_id);
+    PERFORM release_excess(kind, order_id, price);
     -- If the order was being closed, nothing is left to do about it; a worker that has it finds its lease lost.
-    DELETE FROM close_attempts c WHERE c.kind = 'order' AND c.order_id = count_payment.order_id::text;
-    PERFORM consume_reserved(ARRAY[count_payment.order_id]);
+    DELETE FROM close_attempts c WHERE c.kind = count_payment.kind AND c.order_id = count_payment.order_id;
+    PERFORM consume_for_orders(kind, ARRAY[order_id]);
 END $$;
 
--- A payment that did not pay an order of the shop's own table: the shop's own guarded update has found it closed. The
+-- A payment that did not pay an order behind statements of the shop's own: its guarded update has found it closed. The
 -- columns and errors are those of payment_received; outcome is late, reason is not_open.
 CREATE OR REPLACE FUNCTION late_payment_received(
-    order_id text, provider text, reference text, amount_minor bigint, currency text
+    order_id text, provider text, reference text, amount_minor bigint, currency text, kind text DEFAULT 'order'
 ) RETURNS TABLE (outcome text, reason text, missing_minor bigint, surplus_minor bigint, is_new boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
@@ -222,19 +213,19 @@ DECLARE
 BEGIN
     PERFORM require_payment(late_payment_received.order_id, payer, late_payment_received.reference,
                             late_payment_received.amount_minor, money);
-    INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
-    VALUES (payer, late_payment_received.reference, late_payment_received.order_id, late_payment_received.amount_minor,
+    INSERT INTO received_payments (provider, reference, kind, order_id, amount_minor, currency, outcome, reason)
+    VALUES (payer, late_payment_received.reference, late_payment_received.kind, late_payment_received.order_id, late_payment_received.amount_minor,
             money, 'late', 'not_open')
     ON CONFLICT DO NOTHING;
     IF NOT FOUND THEN
-        known := recorded_payment(late_payment_received.order_id, payer, late_payment_received.reference,
-                                  late_payment_received.amount_minor, money);
-        IF known.order_id = late_payment_received.order_id THEN
+        known := recorded_payment(late_payment_received.kind, late_payment_received.order_id, payer,
+                                  late_payment_received.reference, late_payment_received.amount_minor, money);
+        IF (known.kind, known.order_id) = (late_payment_received.kind, late_payment_received.order_id) THEN
             RETURN QUERY SELECT known.outcome, known.reason, known.missing_minor, known.surplus_minor, false;
             RETURN;
         END IF;
         -- It was reported for another order before.
-        UPDATE received_payments p SET order_id = late_payment_received.order_id
+        UPDATE received_payments p SET kind = late_payment_received.kind, order_id = late_payment_received.order_id
         WHERE p.provider = payer AND p.reference = late_payment_received.reference;
         UPDATE late_payments l
         SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'late_payment_received',
@@ -243,16 +234,16 @@ BEGIN
     END IF;
     UPDATE payment_attempts a SET state = 'late'
     WHERE a.provider = payer AND a.reference = late_payment_received.reference;
-    PERFORM record_late_payment(late_payment_received.order_id, payer, late_payment_received.reference,
-                                late_payment_received.amount_minor, money, 'not_open');
+    PERFORM record_late_payment(late_payment_received.kind, late_payment_received.order_id, payer,
+                                late_payment_received.reference, late_payment_received.amount_minor, money, 'not_open');
     RETURN QUERY SELECT 'late', 'not_open', 0::bigint, 0::bigint, true;
 END $$;
 
 REVOKE ALL ON FUNCTION
     require_payment(text, text, text, bigint, text),
-    recorded_payment(text, text, text, bigint, text),
+    recorded_payment(text, text, text, text, bigint, text),
     is_open_late_money(received_payments),
-    payment_received(text, text, text, bigint, text),
-    count_payment(uuid, bigint, boolean, text, text),
-    late_payment_received(text, text, text, bigint, text)
+    payment_received(text, text, text, bigint, text, text),
+    count_payment(text, text, bigint, bigint, boolean, text),
+    late_payment_received(text, text, text, bigint, text, text)
 FROM PUBLIC;

@@ -1,28 +1,31 @@
 -- Counts the money of orders whose providers were asked, for sql/settle_paid.sql.
 
 -- Writes down what a provider says it has received for an order, when it was asked because the order was to be closed:
--- pays an order that is `closing`, and records what does not count as late money. The caller has locked the order's row
--- if there is one, and consumes what a settled order has reserved (sql/settle_paid.sql). Not for callbacks.
+-- pays an order that is being closed, announces that, and records what does not count as late money. The caller has locked
+-- the order's row if there is one, and consumes what a settled order has reserved (sql/settle_paid.sql). Not for callbacks.
 --
 --   references, with the provider of each, what was received, and whether that is what the attempt was to pay
 --
 --   settled        the order is paid by this
 --   already_paid   it was paid before; money of which nothing was known is late now
 --   paid_late      it is closed, cancelled or deleted: the money is late
---   not_claimed    it is unpaid: it is claimed and asked about again
 --   amount_differs what was received does not cover what the order costs; nothing was written
 --   kept           a trigger keeps the order as it is; nothing was written
 CREATE OR REPLACE FUNCTION settle_asked_order(
-    order_id text, providers text[], refs text[], amounts bigint[], currencies text[], whole boolean[], answers text
+    kind text, order_id text, providers text[], refs text[], amounts bigint[], currencies text[], whole boolean[],
+    answers text
 ) RETURNS text LANGUAGE plpgsql SECURITY DEFINER
 SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
-    target orders;
+    target record;
+    of_kind text := settle_asked_order.kind;
     -- Whether a payment was not reported before: then it has counted already, or was late.
     fresh boolean[] := '{}';
     -- The currency that counts.
     money text;
+    -- What earlier payments have counted; NULL if there were none.
+    received bigint;
     -- What the order lacks; NULL: the next amount pays it, whatever that is.
     missing bigint;
     counted bigint[] := '{}';
@@ -32,29 +35,22 @@ DECLARE
     late_as text;
     result text;
 BEGIN
-    SELECT * INTO target FROM orders o WHERE o.id = default_order_key(settle_asked_order.order_id);
-    IF target.status = 'unpaid' THEN
-        RETURN 'not_claimed';
-    END IF;
-    money := target.currency;
-    IF money IS NULL AND target.received_minor IS NOT NULL THEN
-        SELECT p.currency INTO money FROM received_payments p
-        WHERE p.order_id = settle_asked_order.order_id AND p.counted_minor > 0 LIMIT 1;
-    END IF;
+    SELECT * INTO target FROM locked_order(of_kind, settle_asked_order.order_id, true);
+    SELECT sum(p.counted_minor), coalesce(target.currency, min(p.currency)) INTO received, money
+    FROM received_payments p
+    WHERE p.order_id = target.id AND p.kind = of_kind AND (p.counted_minor > 0 OR p.outcome = 'paid');
     money := coalesce(money, currencies[array_position(whole, true)]);
-    missing := target.amount_minor - coalesce(target.received_minor, 0);
-    IF target.status = 'closing' THEN
+    missing := target.amount_minor - coalesce(received, 0);
+    IF target.state IN ('open', 'closing') THEN
         result := 'settled';
-    ELSIF target.status = 'paid' THEN
+    ELSIF target.state = 'paid' THEN
         result := 'already_paid';
-        IF target.received_minor IS NOT NULL THEN
+        IF received IS NOT NULL THEN
             missing := 0;
         END IF;
     ELSE
         result := 'paid_late';
-        why := CASE WHEN target.id IS NULL THEN 'unknown_order'
-                    WHEN target.status::text IN ('closed', 'cancelled') THEN target.status::text
-                    ELSE 'not_open' END;
+        why := CASE WHEN target.state IS NULL THEN 'unknown_order' ELSE target.state END;
         missing := 0;
     END IF;
     -- What each payment counts. One that differs from its attempt counts for nothing.
@@ -74,18 +70,12 @@ BEGIN
         RETURN 'amount_differs';
     END IF;
     IF result = 'settled' THEN
-        UPDATE orders o
-        SET status = 'paid', paid_at = clock_timestamp(),
-            received_minor = coalesce(o.received_minor, 0) + total
-        WHERE o.id = target.id;
-        IF NOT FOUND THEN
+        IF NOT count_for_order(of_kind, target.id, total, true, 'provider',
+                               'the provider had the money when the order was to be closed', answers) THEN
             RETURN 'kept';
         END IF;
-        INSERT INTO order_events (order_id, event, by, reason, answers)
-        VALUES (target.id, 'paid', 'provider', 'the provider had the money when the order was to be closed',
-                nullif(settle_asked_order.answers, ''));
-    ELSIF total > 0 THEN
-        UPDATE orders o SET received_minor = coalesce(o.received_minor, 0) + total WHERE o.id = target.id;
+    ELSIF total > 0 AND of_kind = 'order' THEN
+        UPDATE orders o SET received_minor = coalesce(o.received_minor, 0) + total WHERE o.id = default_order_key(target.id);
     END IF;
     missing := greatest(missing, 0);
     FOR n IN 1 .. cardinality(refs) LOOP
@@ -94,9 +84,9 @@ BEGIN
         verdict := CASE WHEN counted[n] = 0 THEN 'late' WHEN missing > 0 THEN 'partial' ELSE 'paid' END;
         late_as := CASE WHEN verdict <> 'late' THEN 'surplus'
                         WHEN currencies[n] <> money AND result = 'settled' THEN 'other_currency' ELSE why END;
-        INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason,
+        INSERT INTO received_payments (provider, reference, kind, order_id, amount_minor, currency, outcome, reason,
                                        counted_minor, missing_minor, surplus_minor)
-        VALUES (providers[n], refs[n], settle_asked_order.order_id, amounts[n], currencies[n], verdict,
+        VALUES (providers[n], refs[n], of_kind, target.id, amounts[n], currencies[n], verdict,
                 CASE WHEN verdict = 'late' THEN late_as END, counted[n],
                 CASE WHEN verdict = 'partial' THEN missing ELSE 0 END,
                 CASE WHEN verdict <> 'late' THEN amounts[n] - counted[n] ELSE 0 END)
@@ -108,29 +98,39 @@ BEGIN
         UPDATE payment_attempts a SET state = CASE WHEN verdict = 'late' THEN 'late' ELSE 'paid' END
         WHERE a.provider = providers[n] AND a.reference = refs[n];
         IF amounts[n] > counted[n] THEN
-            PERFORM record_late_payment(settle_asked_order.order_id, providers[n], refs[n], amounts[n] - counted[n],
+            PERFORM record_late_payment(of_kind, target.id, providers[n], refs[n], amounts[n] - counted[n],
                                         currencies[n], late_as);
         END IF;
     END LOOP;
-    IF result = 'settled' AND coalesce(target.received_minor, 0) > target.amount_minor THEN
-        PERFORM release_excess(target.id);
+    IF result = 'settled' THEN
+        PERFORM release_excess(of_kind, target.id, target.amount_minor);
+        PERFORM announce_paid(of_kind, target.id, target.deadline);
     END IF;
     RETURN result;
 END $$;
 
--- The money that is recorded for an order, for the event of its settlement; how much of it is late; and the deadline.
-CREATE OR REPLACE FUNCTION paid_attempts(order_id text)
-RETURNS TABLE (attempts jsonb, late_minor bigint, deadline timestamptz)
-LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
-    SELECT jsonb_agg(jsonb_build_object('provider', p.provider, 'reference', p.reference, 'amount_minor', p.amount_minor,
-                                        'currency', p.currency) ORDER BY p.received_at, p.provider, p.reference),
-           sum(p.amount_minor - p.counted_minor)::bigint,
-           (SELECT o.expires_at FROM orders o WHERE o.id = default_order_key(paid_attempts.order_id))
+-- What listeners are told of an order that is paid without a report of the shop. Not for callbacks.
+CREATE OR REPLACE FUNCTION announce_paid(kind text, order_id text, deadline timestamptz) RETURNS void LANGUAGE sql
+SET search_path FROM CURRENT AS $$
+    INSERT INTO event_outbox (kind, routing_key, type, payload)
+    SELECT announce_paid.kind, 'order.paid_late_settled', 'order.paid_late_settled.v1',
+           jsonb_build_object(
+               'order_id', announce_paid.order_id,
+               'deadline', to_char(announce_paid.deadline AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               'settled_at', to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               'attempts', jsonb_agg(jsonb_build_object(
+                   'provider', p.provider, 'reference', p.reference, 'amount_minor', p.amount_minor, 'currency', p.currency)
+                   ORDER BY p.received_at, p.provider, p.reference))
+           -- As in an alarm: the default kind is not named.
+           || CASE WHEN announce_paid.kind = 'order' THEN '{}' ELSE jsonb_build_object('kind', announce_paid.kind) END
+           -- More than the order costs: a customer who paid twice. It is late money.
+           || CASE WHEN sum(p.amount_minor - p.counted_minor) > 0
+                   THEN jsonb_build_object('surplus_minor', sum(p.amount_minor - p.counted_minor)) ELSE '{}' END
     FROM received_payments p
-    WHERE p.order_id = paid_attempts.order_id
+    WHERE p.order_id = announce_paid.order_id AND p.kind = announce_paid.kind
 $$;
 
 REVOKE ALL ON FUNCTION
-    settle_asked_order(text, text[], text[], bigint[], text[], boolean[], text),
-    paid_attempts(text)
+    settle_asked_order(text, text, text[], text[], bigint[], text[], boolean[], text),
+    announce_paid(text, text, timestamptz)
 FROM PUBLIC;

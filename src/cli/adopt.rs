@@ -1,18 +1,20 @@
 //! `order-timeout adopt`: proposes a mapping for an orders table of the shop's own, proves the configured one, or allows
 //! a worker to close the orders that are overdue already.
 
+use anyhow::bail;
 use clap::Args;
 use order_timeout_core::kind::Kind;
 use serde_json::json;
 
 use crate::cli::{CommandOutcome, OfKind, connect};
 use crate::config::Settings;
+use crate::config::kinds::key_of;
 use crate::effects::sweep::Sweeper;
 use crate::operations::adopt::check::{self, CheckReport};
 use crate::operations::adopt::propose::{self, Proposal};
 use crate::operations::adopt::{Finding, Level};
 use crate::operations::{first_backlog, orders_statements};
-use crate::postgres::Database;
+use crate::postgres::{Database, payment_functions};
 
 /// Arguments of `adopt`.
 #[derive(Debug, Args)]
@@ -28,6 +30,10 @@ pub struct AdoptArgs {
     /// Allow workers to close the orders that are overdue already, however many they are
     #[arg(long)]
     accept_backlog: bool,
+    /// Create the functions by which payments pay its orders, as the mapping says: in the schema of our own tables, by its
+    /// owner. `order-timeout sql` prints them
+    #[arg(long, conflicts_with_all = ["table", "check", "accept_backlog"])]
+    install: bool,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -35,7 +41,7 @@ pub struct AdoptArgs {
 
 impl AdoptArgs {
     pub(super) fn is_proposal(&self) -> bool {
-        !self.check && !self.accept_backlog
+        !self.check && !self.accept_backlog && !self.install
     }
 }
 
@@ -49,6 +55,9 @@ pub async fn run(args: AdoptArgs, settings: Settings) -> anyhow::Result<CommandO
     }
     if args.accept_backlog {
         return accept(&connect(&settings, 2).await?, &settings, &args.of.kind, args.json).await;
+    }
+    if args.install {
+        return install(&connect(&settings, 2).await?, &settings, &args.of.kind, args.json).await;
     }
     let database = Database::connect(&settings.database, 2).await?;
     let proposal = propose::propose(&database, &args.of.kind, args.table.as_deref()).await?;
@@ -68,6 +77,23 @@ async fn accept(database: &Database, settings: &Settings, kind: &Kind, json: boo
             "{}: workers may close the {} orders that have been overdue for more than a minute",
             statements.orders, backlog.overdue
         ));
+    }
+    Ok(outcome)
+}
+
+async fn install(database: &Database, settings: &Settings, kind: &Kind, json: bool) -> anyhow::Result<CommandOutcome> {
+    let functions = orders_statements::statements(database, settings, kind).await?.functions;
+    if functions.is_empty() {
+        let key = key_of(kind, "pay");
+        bail!("there is nothing to create, because {key} is not given; write what a paid order's columns are set to");
+    }
+    payment_functions::install(database, &functions).await?;
+    let names: Vec<String> = functions.into_iter().map(|function| function.name).collect();
+    let mut outcome = CommandOutcome::default();
+    if json {
+        outcome.line(json!({ "functions": names }));
+    } else {
+        outcome.line(format!("created {}: payment_received pays orders of kind {kind} now", names.join(", ")));
     }
     Ok(outcome)
 }

@@ -51,7 +51,7 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
     for id in &ids[..tried] {
         let (word, mut why, mut settled) = describe(id, &findings);
         if [Outcome::Claimed, Outcome::Closing].iter().any(|one| word == one.as_str()) {
-            let progress = unresolved::progress(closer.connections().database(), id).await?;
+            let progress = unresolved::progress(closer.connections().database(), kind, id).await?;
             (why, settled) = (Some(progress.why), progress.goes_on);
         }
         all_settled &= settled;

@@ -2,13 +2,15 @@
 
 use anyhow::bail;
 use clap::{Args, Subcommand, ValueEnum};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::OrderId;
 use serde_json::json;
 use uuid::Uuid;
 
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, ListOptions, UsageError, connect};
+use crate::cli::{CommandOutcome, ListOptions, OfKind, UsageError, connect};
 use crate::config::Settings;
+use crate::operations::orders_statements;
 use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
 use crate::postgres::Database;
 use crate::postgres::selection::Selection;
@@ -59,6 +61,8 @@ pub struct SettleArgs {
     #[arg(long, value_name = "REFERENCE")]
     reference: Option<String>,
     #[command(flatten)]
+    of: OfKind,
+    #[command(flatten)]
     operator: OperatorArgs,
 }
 
@@ -89,7 +93,7 @@ pub async fn run(command: ClosingCommand, settings: Settings) -> anyhow::Result<
     match command {
         ClosingCommand::List(args) => list(&database, &args).await,
         ClosingCommand::Retry(args) => retry(&database, &args).await,
-        ClosingCommand::Settle(args) => settle(&database, &args).await,
+        ClosingCommand::Settle(args) => settle(&database, &settings, &args).await,
     }
 }
 
@@ -97,14 +101,15 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOut
     let after = args.after.as_ref().map(OrderId::new).transpose()?;
     let found = unresolved::list(database, after.as_ref(), args.options.limit).await?;
     args.options.show(&found, "no order is unresolved", |orders, to| {
-        for UnresolvedOrder { order_id, reason, unresolved_at, answers, .. } in orders {
+        for UnresolvedOrder { order_id, kind, reason, unresolved_at, answers, .. } in orders {
             let answers = answers.as_deref().unwrap_or("nothing was answered");
-            to.line(format!("{order_id}: {reason} since {unresolved_at}: {answers}"));
+            let of_kind = if kind == Kind::ORDER.as_str() { String::new() } else { format!(" of kind {kind}") };
+            to.line(format!("{order_id}{of_kind}: {reason} since {unresolved_at}: {answers}"));
         }
     })
 }
 
-async fn settle(database: &Database, args: &SettleArgs) -> anyhow::Result<CommandOutcome> {
+async fn settle(database: &Database, settings: &Settings, args: &SettleArgs) -> anyhow::Result<CommandOutcome> {
     let id = OrderId::new(&args.id)?;
     let reference = args.reference.as_deref();
     let (decision, word) = match args.end {
@@ -116,7 +121,8 @@ async fn settle(database: &Database, args: &SettleArgs) -> anyhow::Result<Comman
     if operator.why.is_none() {
         return Err(UsageError::of("say why with --why, for the history of the order"));
     }
-    unresolved::decide(database, &id, decision, &operator).await?;
+    let of = orders_statements::claimed_kind(database, settings, &args.of.kind).await?;
+    unresolved::decide(database, &of, &id, decision, &operator).await?;
     let mut output = CommandOutcome::default();
     output.line(format!("{id}: {word}"));
     Ok(output)

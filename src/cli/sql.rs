@@ -33,4 +33,7 @@ fn write_texts(texts: &StatementTexts, to: &mut CommandOutcome) {
         Some(sql) => to.lines(format!("-- deadline\n{}\n;", sql.trim_end())),
         None => to.line("-- deadline: it cannot be moved by a statement"),
     }
+    for function in &texts.functions {
+        to.lines(format!("\n-- adopt --install creates\n{function};"));
+    }
 }

@@ -151,6 +151,12 @@ impl Settings {
         self.orders_of(kind) == Some(OrdersOf::DefaultTables)
     }
 
+    /// Whether orders of this kind are claimed, so that their providers are asked before they are closed.
+    #[must_use]
+    pub fn claims_orders(&self, kind: &Kind) -> bool {
+        self.has_default_orders(kind) || self.table_of(kind).is_some_and(|table| table.pay.is_some())
+    }
+
     /// The routing key of the event of this kind's closes, and its type without the version.
     fn event_of(&self, kind: &Kind) -> String {
         let given = self.kinds.get(kind).and_then(|settings| settings.event.clone());
@@ -337,6 +343,13 @@ pub struct TableSettings {
     pub minor_units: Option<u8>,
     /// What a closed order's columns are set to: a value, or `now`.
     pub close: BTreeMap<String, String>,
+    /// What the columns of an order are set to while its providers are asked; without it, it stays open meanwhile.
+    pub closing: Option<BTreeMap<String, String>>,
+    /// What a paid order's columns are set to. Needed where payments are reported, or providers are asked.
+    pub pay: Option<BTreeMap<String, String>>,
+    /// What a paid order consumes of the stock that it has reserved, each like a `give_back`.
+    #[serde(default)]
+    pub consume: Vec<GiveBackSettings>,
     /// The stock that a closed order gives back.
     #[serde(default)]
     pub give_back: Vec<GiveBackSettings>,
@@ -345,7 +358,7 @@ pub struct TableSettings {
     pub also: Vec<AlsoSettings>,
 }
 
-/// Stock that closed orders give back.
+/// Stock that closed orders give back, or that paid orders consume.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GiveBackSettings {
@@ -361,7 +374,7 @@ pub struct GiveBackSettings {
     pub stock: String,
     /// Its key.
     pub stock_key: Names,
-    /// An expression for each column to change; `quantity` is the sum that is given back.
+    /// An expression for each column to change; `quantity` is the sum that is given back, or consumed.
     pub set: BTreeMap<String, String>,
 }
 
@@ -419,12 +432,14 @@ impl TableSettings {
             require_text("time_zone", zone)?;
         }
         self.validate_money()?;
-        if self.close.is_empty() {
-            return Err((
-                "close".into(),
-                "is empty; write what closes an order, such as { status = \"closed\" }".into(),
-            ));
+        let changes = [("close", Some(&self.close)), ("closing", self.closing.as_ref()), ("pay", self.pay.as_ref())];
+        for (name, columns) in changes {
+            if columns.is_some_and(BTreeMap::is_empty) {
+                let why = "is empty; write the columns that it changes, such as { status = \"closed\" }";
+                return Err((name.into(), why.into()));
+            }
         }
+        self.validate_payments()?;
         for (index, give_back) in self.give_back.iter().enumerate() {
             give_back.validate(self.id.0.len()).map_err(|(name, why)| (format!("give_back[{index}].{name}"), why))?;
             let earlier = &self.give_back[..index];
@@ -444,6 +459,21 @@ impl TableSettings {
             }
         }
         Ok(())
+    }
+
+    /// What says nothing without `pay`.
+    fn validate_payments(&self) -> Result<(), Fault> {
+        for (index, consume) in self.consume.iter().enumerate() {
+            consume.validate(self.id.0.len()).map_err(|(name, why)| (format!("consume[{index}].{name}"), why))?;
+        }
+        let alone = [("closing", self.closing.is_some()), ("consume", !self.consume.is_empty())];
+        match alone.into_iter().find(|(_, is_given)| *is_given && self.pay.is_none()) {
+            Some((name, _)) => Err((
+                name.into(),
+                "is given without pay; write what a paid order's columns are set to, or leave it out".into(),
+            )),
+            None => Ok(()),
+        }
     }
 
     /// An amount means nothing without its currency.

@@ -99,13 +99,17 @@ impl Settings {
             };
             return Err(("providers".into(), why));
         }
-        match self.orders_of(kind) {
-            Some(OrdersOf::DefaultTables) => Ok(()),
-            _ => Err((
-                "providers".into(),
-                "is only for orders in the default tables; for a table of your own, ask the provider in a service of yours and leave it out".into(),
-            )),
-        }
+        let why = match self.orders_of(kind) {
+            Some(OrdersOf::DefaultTables) => return Ok(()),
+            Some(OrdersOf::Table(table)) if table.pay.is_some() => return Ok(()),
+            Some(OrdersOf::Table(_)) => {
+                "is given, but the table's pay is not; write what a paid order's columns are set to, because a provider may say that an order is paid"
+            }
+            _ => {
+                "is only for orders in the default tables or in a mapped table; ask the provider in a service of yours and leave it out"
+            }
+        };
+        Err(("providers".into(), why.into()))
     }
 }
 

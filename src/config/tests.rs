@@ -670,6 +670,20 @@ fn wrong_kinds_name_setting_and_fix() {
             format!("{table}amount = \"a\"\ncurrency = \"c\"\nminor_units = 5\n"),
             ["kinds.a.table.minor_units", "0 to 4 decimal places"],
         ),
+        (format!("{table}pay = {{}}\n"), ["kinds.a.table.pay", "is empty"]),
+        (format!("{table}closing = {{ o = \"g\" }}\n"), ["kinds.a.table.closing", "without pay"]),
+        (
+            format!(
+                "{table}[[kinds.a.table.consume]]\nitems = \"i\"\norder = \"o\"\nkey = \"k\"\nquantity = \"1\"\nstock = \"s\"\nstock_key = \"k\"\nset = {{}}\n"
+            ),
+            ["kinds.a.table.consume[0].set", "is empty"],
+        ),
+        (
+            format!(
+                "[providers.card]\nkind = \"stripe\"\nsecret_key_file = \"/run/secrets/stripe\"\n[kinds.a]\nproviders = [\"card\"]\n{table}"
+            ),
+            ["kinds.a.providers", "the table's pay is not"],
+        ),
         ("[worker]\nkinds = [\"b\"]\n".to_owned(), ["worker.kinds", "there is no kind"]),
         ("[worker]\nkinds = [\"a\"]\n[kinds.a]\nlanes = []\n".to_owned(), ["worker.kinds", "[kinds.a.table]"]),
         ("[worker]\nkinds = [\"order\", \"order\"]\n".to_owned(), ["worker.kinds", "named twice"]),

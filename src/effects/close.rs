@@ -6,20 +6,20 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{Batch, BatchResult};
 use order_timeout_core::order::{
     CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OddAnswer, OrderId, Outcome, Timestamp,
 };
-use sqlx::Row;
-use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::postgres::{PgArguments, PgConnection, PgRow};
+use sqlx::query::Query;
+use sqlx::{Postgres, Row, SqlStr};
 use tracing::debug;
 
 use crate::postgres::contract::{Contract, ContractStatement, StatementSource};
 use crate::postgres::warm_connections::WarmConnections;
-use crate::postgres::{DatabaseError, ErrorClass, Operator, classify, one_line};
+use crate::postgres::{self, DatabaseError, ErrorClass, Operator, classify, one_line};
 
 /// The close statement for our own schema.
 pub const CLOSE_SQL: &str = include_str!("../../sql/close.sql");
@@ -28,7 +28,7 @@ const CONTRACT: Contract = Contract {
     setting: "orders.close_sql",
     default: ("sql/close.sql", CLOSE_SQL),
     // A statement may omit the path and the lock mode if it does not use them.
-    parameters: &[&["TEXT[]"], &["TEXT[]", "TEXT"], &["TEXT[]", "TEXT", "BOOL"]],
+    parameters: &[&["TEXT[]"], &["TEXT[]", "TEXT"], &["TEXT[]", "TEXT", "BOOL"], &["TEXT[]", "TEXT", "BOOL", "BOOL"]],
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("outcome", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
 };
 
@@ -36,10 +36,6 @@ const CONTRACT: Contract = Contract {
 /// into one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): a second record
 /// may wait for the first to be acknowledged, over loopback 40 ms.
 const ENCRYPTED_BATCH_SIZE: usize = 400;
-
-/// The lock timeout of a batch that should not wait, if its statement has no lock parameter. Short, because others
-/// wait.
-const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Closes batches. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -125,7 +121,7 @@ impl Closer {
         let ids = sorted(ids);
         let work = async |connection: &mut PgConnection| {
             let mut transaction = sqlx::Connection::begin(connection).await?;
-            shorten_lock_timeout(&mut transaction).await?;
+            postgres::shorten_lock_timeout(&mut transaction).await?;
             let found = self.run(&mut transaction, &ids, by, false).await;
             // Awaited after an error, too: until then the next try finds the rows locked.
             let ended = transaction.rollback().await;
@@ -164,7 +160,7 @@ impl Closer {
 
     /// The statement, and how many parameters it takes.
     #[must_use]
-    pub fn statement(&self) -> (sqlx::SqlStr, usize) {
+    pub fn statement(&self) -> (SqlStr, usize) {
         (self.statement.sql.clone(), self.statement.parameters)
     }
 
@@ -181,7 +177,7 @@ impl Closer {
                 return self.run(connection, ids, by, waits_for_locks).await;
             }
             let mut transaction = sqlx::Connection::begin(connection).await?;
-            shorten_lock_timeout(&mut transaction).await?;
+            postgres::shorten_lock_timeout(&mut transaction).await?;
             let found = self.run(&mut transaction, ids, by, waits_for_locks).await?;
             transaction.commit().await?;
             Ok(found)
@@ -213,13 +209,7 @@ impl Closer {
         waits_for_locks: bool,
     ) -> Result<Vec<ResultRow>, sqlx::Error> {
         let texts: Vec<&str> = ids.iter().map(OrderId::as_str).collect();
-        let mut query = sqlx::query(self.statement.sql.clone()).bind(texts);
-        if self.statement.parameters > 1 {
-            query = query.bind(by.as_str());
-        }
-        if self.statement.parameters > 2 {
-            query = query.bind(waits_for_locks);
-        }
+        let query = with_arguments(self.statement(), &texts, by.as_str(), waits_for_locks);
         query.fetch_all(connection).await?.iter().map(read_row).collect()
     }
 
@@ -254,13 +244,25 @@ fn sorted(ids: &[OrderId]) -> Vec<OrderId> {
     ids
 }
 
-/// For the current transaction.
-async fn shorten_lock_timeout(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
-    sqlx::query("SELECT set_config('lock_timeout', $1, true)")
-        .bind(SHORT_LOCK_TIMEOUT.as_millis().to_string())
-        .execute(connection)
-        .await
-        .map(drop)
+/// A close statement and how many parameters it takes, with as many arguments.
+pub(crate) fn with_arguments(
+    (sql, parameters): (SqlStr, usize),
+    ids: &[&str],
+    path: &'static str,
+    waits_for_locks: bool,
+) -> Query<'static, Postgres, PgArguments> {
+    let mut query = sqlx::query(sql).bind(ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>());
+    if parameters > 1 {
+        query = query.bind(path);
+    }
+    if parameters > 2 {
+        query = query.bind(waits_for_locks);
+    }
+    if parameters > 3 {
+        // Orders that were claimed end in `closing/close_claimed.rs`.
+        query = query.bind(false);
+    }
+    query
 }
 
 /// Logs the outcome of each order of a batch.

@@ -39,6 +39,7 @@ fn facts() -> Facts {
         orders: relation("orders", ORDERS),
         deadline_type: "TIMESTAMPTZ".into(),
         give_back: vec![(relation("order_items", ORDER_ITEMS), relation("stock", &[]))],
+        consume: Vec::new(),
         money_fault: None,
     }
 }

@@ -1,5 +1,6 @@
 //! A mapping instead of SQL: the statements of the orders contract for a table of the shop's own, rendered from
-//! settings and from what the catalog says of the table; and what operators ask of it, and of the default tables.
+//! settings and from what the catalog says of the table; what operators ask of it, and of the default tables; and the
+//! functions by which payments pay its orders.
 //!
 //! Pure: no I/O. `render.rs` writes the statements, `ids.rs` their ids, `quote.rs` names and values; `predicate.rs`
 //! reads the operator's SQL as far as that is necessary. `src/postgres/catalog.rs` finds the facts.
@@ -16,7 +17,7 @@ use order_timeout_core::kind::Kind;
 
 use crate::config::kinds::TableSettings;
 
-pub use render::{Questions, Rendered, render};
+pub use render::{PaymentFunction, Questions, Rendered, render};
 
 /// The first moment that a deadline can be. An earlier one, such as `-infinity` where an unset time is written so, is never
 /// due: no message can carry it.
@@ -111,6 +112,8 @@ pub struct Facts {
     pub deadline_type: String,
     /// For each `give_back`: its items and its stock.
     pub give_back: Vec<(Relation, Relation)>,
+    /// For each `consume`, likewise.
+    pub consume: Vec<(Relation, Relation)>,
     /// Why `amount` or `currency` cannot be used: no close needs them, so a worker closes without.
     pub money_fault: Option<MappingError>,
 }

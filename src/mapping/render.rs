@@ -1,17 +1,22 @@
 //! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`. What operators ask
-//! about it is in `render/questions.rs`.
+//! about it is in `render/questions.rs`, and how payments pay its orders in `render/functions.rs`.
 //!
 //! Pure. The statements take the same care as `sql/close.sql`, `sql/overdue.sql` and `sql/deadline.sql`, which explain
 //! each step. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
 
+mod functions;
 mod questions;
 
 use super::quote::{literal, name};
+use std::collections::BTreeMap;
+
 use super::{
     AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, TableSettings,
     deadline_column, ids, predicate,
 };
+use crate::config::kinds::GiveBackSettings;
 
+pub use functions::PaymentFunction;
 pub use questions::Questions;
 
 /// The statements for a mapped table.
@@ -27,6 +32,8 @@ pub struct Rendered {
     pub index: String,
     /// What operators ask.
     pub questions: Questions,
+    /// How payments pay its orders; none without `pay`.
+    pub functions: Vec<PaymentFunction>,
 }
 
 /// Renders the statements.
@@ -36,8 +43,8 @@ pub struct Rendered {
 pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
     let parts = Parts::new(words, table, facts)?;
     let (close, overdue, deadline, index) = (parts.close()?, parts.overdue(), parts.deadline(), parts.index());
-    let questions = parts.questions()?;
-    Ok(Rendered { close, overdue, deadline, index, questions })
+    let (questions, functions) = (parts.questions()?, parts.functions()?);
+    Ok(Rendered { close, overdue, deadline, index, questions, functions })
 }
 
 /// Renders what operators ask alone.
@@ -171,25 +178,20 @@ impl<'a> Parts<'a> {
             step(
                 "ot_decided AS MATERIALIZED",
                 &format!(
-                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid\n    FROM ot_locked AS {alias}",
+                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}\n    FROM ot_locked AS {alias}",
                     self.id_as_keys(&alias),
                     self.usable_deadline(),
                     ended(&self.table.open),
-                    ended(&self.table.paid)
+                    ended(&self.table.paid),
+                    self.claimable_columns()
                 ),
             ),
             step(
                 "ot_moment AS MATERIALIZED",
                 "SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM ot_decided) >= 0",
             ),
-            step(
-                "ot_due AS MATERIALIZED",
-                &format!(
-                    "SELECT {} FROM ot_decided d\n    WHERE d.is_open AND NOT d.is_paid AND d.deadline <= (SELECT m.now FROM ot_moment m)",
-                    self.keys("d.k")
-                ),
-            ),
         ];
+        steps.extend(self.due_steps()?);
         let mut without_stock = Vec::new();
         for (index, _) in self.table.give_back.iter().enumerate() {
             steps.extend(self.stock_to_lock(index)?);
@@ -233,6 +235,11 @@ impl<'a> Parts<'a> {
             steps.push(self.give_back(index, &is_closed("i.k"), &last)?);
             last = format!("(SELECT count(*) FROM ot_given_{})", index + 1);
         }
+        let (claims, claim_outcomes) = self.claim_steps(&is_closed("d.k"))?;
+        steps.extend(claims);
+        if self.claims() {
+            last = format!("(SELECT count(*) FROM ot_parts) + {last}");
+        }
         let busy_by_stock = if without_stock.is_empty() {
             String::new()
         } else {
@@ -241,11 +248,13 @@ impl<'a> Parts<'a> {
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
         Ok(format!(
-            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'\n           WHEN NOT d.is_open THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0",
+            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0",
             steps.join(",\n"),
             is_closed("a.k"),
+            if self.claims() { "(d.is_open OR d.is_closing)" } else { "d.is_open" },
             join.join(" AND "),
             among_rows(&numbered("a.k", count), "ot_there", "k"),
+            claimed = if self.claims() { "; $4 boolean: whether they were claimed" } else { "" },
             kind = self.words.kind,
         ))
     }
@@ -296,12 +305,7 @@ impl<'a> Parts<'a> {
 
     fn close_update(&self, to_close: &str) -> Result<String, MappingError> {
         let alias = self.alias();
-        let mut set = Vec::new();
-        for (column, value) in &self.table.close {
-            let kind = require(&self.facts.orders, column, &format!("close.{column}"))?;
-            let value = if value == "now" { self.now(column, kind)? } else { literal(value) };
-            set.push(format!("{} = {value}", name(column)));
-        }
+        let set = self.assignments("close", &self.table.close)?;
         let mut returning: Vec<String> = self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect();
         // An order that is still open would be found and closed again, and its stock be given back each time. The cast
         // fails with this text as the error, and takes the whole close back. Not a constant, which would fail when the
@@ -315,14 +319,26 @@ impl<'a> Parts<'a> {
         Ok(format!(
             "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {}",
             self.orders(),
-            set.join(", "),
+            set,
             among(&self.id_columns(&alias), to_close, "k"),
             returning.join(", ")
         ))
     }
 
-    /// The moment of the close, as this column has times.
-    fn now(&self, column: &str, kind: &ColumnType) -> Result<String, MappingError> {
+    /// `column = value, …` for a setting such as `close`.
+    fn assignments(&self, setting: &str, columns: &BTreeMap<String, String>) -> Result<String, MappingError> {
+        let mut set = Vec::new();
+        for (column, value) in columns {
+            let key = format!("{setting}.{column}");
+            let kind = require(&self.facts.orders, column, &key)?;
+            let value = if value == "now" { self.now(&key, column, kind)? } else { literal(value) };
+            set.push(format!("{} = {value}", name(column)));
+        }
+        Ok(set.join(", "))
+    }
+
+    /// The moment of the change, as this column has times.
+    fn now(&self, key: &str, column: &str, kind: &ColumnType) -> Result<String, MappingError> {
         const NOW: &str = "(SELECT m.now FROM ot_moment m)";
         if kind.base == "timestamptz" {
             return Ok(NOW.to_owned());
@@ -332,7 +348,7 @@ impl<'a> Parts<'a> {
                 "is {}, which \"now\" cannot be written to; name a column of type timestamptz, timestamp, date or time, or let a trigger of the table set this one",
                 kind.sql
             );
-            return Err(MappingError::new(format!("close.{column}"), why));
+            return Err(MappingError::new(key, why));
         }
         match self.zone() {
             Some(zone) => Ok(format!("({NOW} AT TIME ZONE {zone})::{}", kind.base)),
@@ -370,35 +386,16 @@ impl<'a> Parts<'a> {
     /// One update of stock, behind everything that `behind` counts.
     fn give_back(&self, index: usize, is_closed: &str, behind: &str) -> Result<String, MappingError> {
         let (settings, (_, stock), number) = (&self.table.give_back[index], &self.facts.give_back[index], index + 1);
-        let keys = settings.key.0.len();
-        let mut set = Vec::new();
-        for (column, expression) in &settings.set {
-            require(stock, column, &format!("give_back[{index}].set.{column}"))?;
-            set.push(format!("{} = {}", name(column), ended(expression)));
-        }
-        let matches: Vec<String> = (1..)
-            .zip(&settings.stock_key.0)
-            .map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column)))
-            .collect();
-        let given: Vec<String> = (1..=keys).map(|n| format!("i.s{n} AS ot_s{n}")).collect();
-        // Summed: UPDATE … FROM changes each row only once.
-        Ok(step(
-            &format!("ot_given_{number}"),
-            &format!(
-                "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, coalesce(sum(i.quantity), 0) AS quantity\n        FROM ot_items_{number} i\n        WHERE ({is_closed}) IS TRUE AND {behind} >= 0\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}\n    RETURNING 1",
-                stock.qualified(),
-                set.join(", "),
-                given.join(", "),
-                matches.join(" AND "),
-                sorted = numbered("i.s", keys).join(", "),
-            ),
-        ))
+        let items = format!("ot_items_{number} i\n        WHERE ({is_closed}) IS TRUE AND {behind} >= 0");
+        let update = stock_update(&format!("give_back[{index}]"), settings, stock, &items)?;
+        Ok(step(&format!("ot_given_{number}"), &format!("{update}\n    RETURNING 1")))
     }
 
     fn overdue(&self) -> String {
         let (alias, deadline) = (self.alias(), &self.deadline);
         format!(
-            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH {after}\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND {is_after}\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH {after}\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n{is_unclaimed}  AND {is_after}\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            is_unclaimed = self.is_unclaimed().map_or_else(String::new, |unclaimed| format!("  AND {unclaimed}\n")),
             kind = self.words.kind,
             orders = self.orders(),
             after = self.after("$3"),
@@ -554,6 +551,33 @@ fn ended(sql: &str) -> String {
 fn one_line(sql: &str) -> String {
     let sql = sql.trim();
     if sql.contains("--") { sql.to_owned() } else { sql.split_whitespace().collect::<Vec<_>>().join(" ") }
+}
+
+/// Changes the stock of these items: `i`, with the columns `s1, s2` and `quantity`.
+fn stock_update(
+    setting: &str,
+    settings: &GiveBackSettings,
+    stock: &Relation,
+    items: &str,
+) -> Result<String, MappingError> {
+    let keys = settings.key.0.len();
+    let mut set = Vec::new();
+    for (column, expression) in &settings.set {
+        require(stock, column, &format!("{setting}.set.{column}"))?;
+        set.push(format!("{} = {}", name(column), ended(expression)));
+    }
+    let matches: Vec<String> =
+        (1..).zip(&settings.stock_key.0).map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column))).collect();
+    let given: Vec<String> = (1..=keys).map(|n| format!("i.s{n} AS ot_s{n}")).collect();
+    // Summed: UPDATE … FROM changes each row only once.
+    Ok(format!(
+        "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, coalesce(sum(i.quantity), 0) AS quantity\n        FROM {items}\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}",
+        stock.qualified(),
+        set.join(", "),
+        given.join(", "),
+        matches.join(" AND "),
+        sorted = numbered("i.s", keys).join(", "),
+    ))
 }
 
 fn step(head: &str, body: &str) -> String {

@@ -117,16 +117,16 @@ const REFUND_DUE: &str = "
         UPDATE late_payments l
         SET state = 'refund_due', settled_at = clock_timestamp(), settled_by = $2, settled_why = $3
         WHERE l.id = ANY ($1::bigint[]) AND l.state = 'open'
-        RETURNING l.id, l.order_id, l.provider, l.reference, l.amount_minor, l.currency, l.settled_at,
+        RETURNING l.id, l.kind, l.order_id, l.provider, l.reference, l.amount_minor, l.currency, l.settled_at,
                   late_payment_as_json(l) AS event
     ), history AS (
         INSERT INTO order_events (order_id, event, by, reason, who, why, run)
         SELECT o.id, 'refund_due', 'manual',
                s.amount_minor || ' ' || s.currency || ' of ' || s.provider || ' ' || s.reference, $2, $3, $4::uuid
-        FROM settled s JOIN orders o ON o.id = default_order_key(s.order_id)
+        FROM settled s JOIN orders o ON s.kind = 'order' AND o.id = default_order_key(s.order_id)
     ), event AS (
-        INSERT INTO event_outbox (routing_key, type, payload)
-        SELECT 'order.refund_due', 'order.refund_due.v1', s.event || jsonb_build_object(
+        INSERT INTO event_outbox (kind, routing_key, type, payload)
+        SELECT s.kind, 'order.refund_due', 'order.refund_due.v1', s.event || jsonb_build_object(
             'settled_at', to_char(s.settled_at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'))
         FROM settled s
     )
@@ -478,7 +478,7 @@ async fn record_surplus(
     currency: &str,
 ) -> Result<(), sqlx::Error> {
     count(connection, piece, -surplus_minor).await?;
-    sqlx::query("SELECT record_late_payment($1, $2, $3, $4, $5, 'surplus')")
+    sqlx::query("SELECT record_late_payment('order', $1, $2, $3, $4, $5, 'surplus')")
         .bind(order_id)
         .bind(&piece.provider)
         .bind(&piece.reference)

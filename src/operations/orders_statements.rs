@@ -5,17 +5,20 @@
 
 use order_timeout_core::kind::Kind;
 use serde::Serialize;
+use sqlx::{AssertSqlSafe, SqlSafeStr};
 
 use crate::config::Settings;
 use crate::config::kinds::{self, OrdersOf};
-use crate::effects::close::Closer;
+use crate::effects::close::{CLOSE_SQL, Closer};
+use crate::effects::closing::ClaimedKind;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::{MappingError, Questions, Rendered, render};
+use crate::mapping::{MappingError, PaymentFunction, Questions, Rendered, render};
 use crate::observe::inspect::plan::Plans;
 use crate::postgres::attempts;
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::contract::StatementSource;
 use crate::postgres::grants;
+use crate::postgres::payment_functions;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
@@ -38,6 +41,8 @@ pub struct OrdersStatements {
     pub deadline: DeadlineStatement,
     /// What a mapping tells operators about its table.
     pub questions: Option<Questions>,
+    /// What pays its orders; none without a mapping that says how.
+    pub functions: Vec<PaymentFunction>,
 }
 
 /// What decides which orders are overdue. Where that is changed, other old orders may be found.
@@ -83,7 +88,7 @@ pub async fn statements(
         CatalogError::Database(_) => DatabaseError(fault.to_string()),
     })?;
     let rendered = render(&settings.words_of(kind), table, &facts);
-    let Rendered { close, overdue, deadline, index, questions } =
+    let Rendered { close, overdue, deadline, index, questions, functions } =
         rendered.map_err(|fault| unfit(settings, kind, &fault))?;
     let of = |what: &str, sql: String, index: Option<String>| StatementSource::Rendered {
         name: name(settings, kind, what),
@@ -102,7 +107,47 @@ pub async fn statements(
             DeadlineStatement::Sql,
         ),
         questions: Some(questions),
+        functions,
     })
+}
+
+/// Refuses a mapping whose functions are not in the database as it says.
+///
+/// # Errors
+/// [`DatabaseError`] names them, and the command that creates them.
+pub async fn require_functions(
+    database: &Database,
+    kind: &Kind,
+    functions: &[PaymentFunction],
+) -> Result<(), DatabaseError> {
+    let missing = payment_functions::not_installed(database, functions).await;
+    let missing = missing.map_err(|error| DatabaseError(one_line(&error)))?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(DatabaseError(format!(
+        "{} says how payments pay orders, but the functions for that are not in the database as the mapping says ({}); run `order-timeout adopt --kind {kind} --install` as the owner of the schema",
+        kinds::key_of(kind, "pay"),
+        missing.join(", ")
+    )))
+}
+
+/// The kind and the statement that closes its claimed orders, for what ends them.
+///
+/// # Errors
+/// [`DatabaseError`] as of [`statements`], or if the kind's orders are never claimed.
+pub async fn claimed_kind(database: &Database, settings: &Settings, kind: &Kind) -> Result<ClaimedKind, DatabaseError> {
+    let close = match statements(database, settings, kind).await?.close {
+        StatementSource::Default => CLOSE_SQL.into_sql_str(),
+        // Rendered from the operator's configuration.
+        StatementSource::Rendered { sql, .. } => AssertSqlSafe(sql).into_sql_str(),
+        StatementSource::File { .. } => {
+            return Err(DatabaseError(format!(
+                "orders of kind \"{kind}\" are closed by a statement of your own, which claims none, so no provider is asked about them; end the order in your own table"
+            )));
+        }
+    };
+    Ok(ClaimedKind { kind: kind.clone(), close })
 }
 
 /// Refuses files of statements that cannot be read: a fault of the settings, which no database decides.
@@ -121,8 +166,7 @@ pub async fn require_readable_files(settings: &Settings, kind: &Kind) -> Result<
 /// What a close statement reads that leaves such orders to a worker that can ask.
 const GUARDS: [&str; 2] = ["orders_to_ask_about", "payment_attempts"];
 
-/// Refuses to close orders of the default kind by a statement that does not look at attempts to pay while some may bring
-/// money: only the default close statement leaves such an order until its provider was asked.
+/// Refuses to close orders by a statement that does not look at attempts to pay while some may bring money.
 ///
 /// # Errors
 /// [`DatabaseError`] says how many there are and what to do; or that they cannot be read.
@@ -132,21 +176,19 @@ pub async fn require_attempts_are_asked_about(
     close: &StatementSource,
 ) -> Result<(), DatabaseError> {
     let name = match close {
-        StatementSource::Rendered { name, .. } if kind.is_default() => name.clone(),
-        StatementSource::File { path, .. } if kind.is_default() => {
-            let text = close.text().await?;
-            if GUARDS.iter().any(|guard| text.contains(guard)) {
-                return Ok(());
-            }
-            format!("orders.close_sql ({path})")
-        }
-        _ => return Ok(()),
+        StatementSource::Default => return Ok(()),
+        StatementSource::Rendered { name, .. } => name.clone(),
+        StatementSource::File { path, .. } => format!("{} ({path})", statement_setting(kind, "close_sql")),
     };
-    let count = attempts::count_open(database).await;
+    let text = close.text().await?;
+    if GUARDS.iter().any(|guard| text.contains(guard)) {
+        return Ok(());
+    }
+    let count = attempts::count_open(database, kind).await;
     match count.map_err(|error| DatabaseError(format!("payment_attempts cannot be read: {}", one_line(&error))))? {
         0 => Ok(()),
         attempts => Err(DatabaseError(format!(
-            "{name} would close orders without asking their payment providers: payment_attempts has {attempts} rows that may bring money; leave out what orders_to_ask_about returns, as sql/close.sql does, or set their state to closed once the providers take no payment for them"
+            "{name} would close orders without asking their payment providers: payment_attempts has {attempts} rows that may bring money; write the table's pay, or leave out what orders_to_ask_about returns in a statement of your own, or set their state to closed once the providers take no payment for them"
         ))),
     }
 }
@@ -159,6 +201,7 @@ fn of_default_tables() -> OrdersStatements {
         overdue: StatementSource::Default,
         deadline: DeadlineStatement::Sql(DEADLINE_SQL.to_owned()),
         questions: None,
+        functions: Vec::new(),
     }
 }
 
@@ -177,6 +220,7 @@ fn of_files(kind: &Kind, close_sql: &str, overdue_sql: &str) -> OrdersStatements
             statement_setting(kind, "close_sql")
         )),
         questions: None,
+        functions: Vec::new(),
     }
 }
 
@@ -263,6 +307,8 @@ pub struct StatementTexts {
     pub overdue: String,
     /// `None` if the deadline cannot be moved by a statement.
     pub deadline: Option<String>,
+    /// The statements of `adopt --install`.
+    pub functions: Vec<String>,
 }
 
 /// The statements in effect for this kind, prepared on the database.
@@ -283,5 +329,6 @@ pub async fn texts(database: &Database, settings: &Settings, kind: &Kind) -> Res
             DeadlineStatement::Sql(sql) => Some(sql),
             DeadlineStatement::CannotBeMoved(_) => None,
         },
+        functions: found.functions.iter().map(PaymentFunction::create).collect(),
     })
 }

@@ -5,6 +5,7 @@
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{AttemptKey, EndOutcome, Ending, Lease, PaidEnding, UnresolvedReason};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::OrderId;
 use serde::Serialize;
@@ -12,15 +13,17 @@ use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, Row};
 
 use super::Page;
-use crate::effects::closing::{EndByHand, end_by_hand};
+use crate::effects::closing::{ClaimedKind, EndByHand, end_by_hand};
 use crate::postgres::selection::Selection;
 use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
 /// An order that waits for a person.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct UnresolvedOrder {
-    /// The order, which is `closing`.
+    /// The order, which is being closed.
     pub order_id: String,
+    /// Its kind.
+    pub kind: String,
     /// The word in `close_attempts`.
     pub reason: String,
     /// RFC 3339.
@@ -41,11 +44,12 @@ pub async fn list(
     limit: i64,
 ) -> Result<Page<UnresolvedOrder>, DatabaseError> {
     let query = sqlx::query(
-        "SELECT c.order_id, c.unresolved_reason, c.unresolved_at, c.rounds, c.last_answers
+        "SELECT c.order_id, c.kind, c.unresolved_reason, c.unresolved_at, c.rounds, c.last_answers
          FROM close_attempts c
          WHERE c.unresolved_at IS NOT NULL
            AND ($1::text IS NULL OR (c.unresolved_at, c.order_id) >
-                (SELECT a.unresolved_at, a.order_id FROM close_attempts a WHERE a.kind = 'order' AND a.order_id = $1))
+                (SELECT a.unresolved_at, a.order_id FROM close_attempts a
+                 WHERE a.order_id = $1 ORDER BY a.unresolved_at DESC NULLS LAST LIMIT 1))
          ORDER BY c.unresolved_at, c.order_id
          LIMIT $2",
     )
@@ -157,6 +161,7 @@ fn read(row: &PgRow) -> Result<UnresolvedOrder, sqlx::Error> {
     let Timestamptz(since) = row.try_get("unresolved_at")?;
     Ok(UnresolvedOrder {
         order_id: row.try_get("order_id")?,
+        kind: row.try_get("kind")?,
         reason: row.try_get("unresolved_reason")?,
         unresolved_at: write_rfc3339(since),
         rounds: row.try_get("rounds")?,
@@ -164,7 +169,7 @@ fn read(row: &PgRow) -> Result<UnresolvedOrder, sqlx::Error> {
     })
 }
 
-/// Has these orders asked about again at once, as if they had just been claimed. Returns those that were unresolved.
+/// Has these orders, of whatever kind, asked about again at once, as if they had just been claimed. Returns those that were unresolved.
 ///
 /// # Errors
 /// [`DatabaseError`].
@@ -178,7 +183,7 @@ pub async fn retry(
         "UPDATE close_attempts c
          SET step = 'claimed', rounds = 0, has_waited = false, next_attempt_at = clock_timestamp(), lease = NULL,
              unresolved_reason = NULL, unresolved_at = NULL, who = $3, why = $4
-         WHERE c.kind = 'order' AND c.unresolved_at IS NOT NULL
+         WHERE c.unresolved_at IS NOT NULL
            AND ($1::text[] IS NULL OR c.order_id = ANY ($1)) AND ($2::text IS NULL OR c.unresolved_reason = $2)
          RETURNING c.order_id",
     )
@@ -190,7 +195,7 @@ pub async fn retry(
     retried.map_err(|error| unavailable(&error))
 }
 
-/// How far the close of an order is that is `closing`.
+/// How far the close of an order is that is claimed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClosingProgress {
     /// One sentence without its end.
@@ -203,11 +208,11 @@ pub struct ClosingProgress {
 ///
 /// # Errors
 /// [`DatabaseError`].
-pub async fn progress(database: &Database, order_id: &OrderId) -> Result<ClosingProgress, DatabaseError> {
+pub async fn progress(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<ClosingProgress, DatabaseError> {
     let query = sqlx::query_as::<_, (String, Option<String>)>(
-        "SELECT queue, unresolved_reason FROM close_attempts WHERE kind = 'order' AND order_id = $1",
+        "SELECT queue, unresolved_reason FROM close_attempts WHERE kind = $1 AND order_id = $2",
     );
-    let query = query.bind(order_id.as_str());
+    let query = query.bind(kind.as_str()).bind(order_id.as_str());
     let found = database.run(async |connection| query.fetch_optional(connection).await).await;
     Ok(match found.map_err(|error| unavailable(&error))? {
         None => ClosingProgress {
@@ -278,13 +283,14 @@ pub enum DecisionError {
 /// [`DecisionError`]; nothing has changed then.
 pub async fn decide(
     database: &Database,
+    of: &ClaimedKind,
     order_id: &OrderId,
     decision: Decision<'_>,
     operator: &Operator,
 ) -> Result<(), DecisionError> {
     let work = async |connection: &mut PgConnection| {
         let mut transaction = sqlx::Connection::begin(connection).await?;
-        match decide_in(&mut transaction, order_id, decision, operator).await {
+        match decide_in(&mut transaction, of, order_id, decision, operator).await {
             Ok(()) => transaction.commit().await.map(Ok),
             Err(DecisionError::Database(error)) => Err(error),
             Err(why) => transaction.rollback().await.map(|()| Err(why)),
@@ -295,12 +301,14 @@ pub async fn decide(
 
 async fn decide_in(
     connection: &mut PgConnection,
+    of: &ClaimedKind,
     order_id: &OrderId,
     decision: Decision<'_>,
     operator: &Operator,
 ) -> Result<(), DecisionError> {
     // The order's row first, as every payment does.
-    sqlx::query("SELECT FROM orders WHERE id = default_order_key($1) FOR NO KEY UPDATE")
+    sqlx::query("SELECT FROM lock_free_order($1, $2)")
+        .bind(of.kind.as_str())
         .bind(order_id.as_str())
         .execute(&mut *connection)
         .await?;
@@ -308,21 +316,23 @@ async fn decide_in(
                 SET step = 'claimed', unresolved_reason = NULL, unresolved_at = NULL, claimed_by = 'manual', who = $2, why = $3,
                     lease = hashtextextended(gen_random_uuid()::text, 0)
                 FROM (SELECT u.order_id, u.unresolved_reason FROM close_attempts u
-                      WHERE u.kind = 'order' AND u.order_id = $1 AND u.unresolved_at IS NOT NULL FOR NO KEY UPDATE) AS before
-                WHERE c.kind = 'order' AND c.order_id = before.order_id
+                      WHERE u.kind = $4 AND u.order_id = $1 AND u.unresolved_at IS NOT NULL FOR NO KEY UPDATE) AS before
+                WHERE c.kind = $4 AND c.order_id = before.order_id
                 RETURNING c.lease, before.unresolved_reason";
     let taken: Option<(i64, String)> = sqlx::query_as(take)
         .bind(order_id.as_str())
         .bind(&operator.who)
         .bind(&operator.why)
+        .bind(of.kind.as_str())
         .fetch_optional(&mut *connection)
         .await?;
     let (lease, reason) = taken.ok_or_else(|| DecisionError::NotUnresolved(order_id.clone()))?;
     let attempts: Vec<(String, String)> = sqlx::query_as(
         "SELECT provider, reference FROM payment_attempts
-         WHERE order_id = $1 AND state IN ('open', 'paid') ORDER BY created_at, provider, reference",
+         WHERE order_id = $1 AND kind = $2 AND state IN ('open', 'paid') ORDER BY created_at, provider, reference",
     )
     .bind(order_id.as_str())
+    .bind(of.kind.as_str())
     .fetch_all(&mut *connection)
     .await?;
     let attempts: Vec<AttemptKey> =
@@ -346,7 +356,7 @@ async fn decide_in(
             (EndByHand::SettlePaid(paid), EndOutcome::Settled)
         }
     };
-    let outcome = end_by_hand(connection, &end).await?;
+    let outcome = end_by_hand(connection, of, &end).await?;
     if outcome == wanted { Ok(()) } else { Err(DecisionError::Unchanged { order_id: order_id.clone(), outcome }) }
 }
 

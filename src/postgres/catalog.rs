@@ -72,13 +72,21 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
         require_own_stock(&key("stock"), &orders, &stock, &give_back)?;
         give_back.push((items, stock));
     }
+    let mut consume = Vec::new();
+    for (index, settings) in table.consume.iter().enumerate() {
+        let key = |name: &str| format!("consume[{index}].{name}");
+        let items = relation(connection, &key("items"), &settings.items).await?;
+        let stock = relation(connection, &key("stock"), &settings.stock).await?;
+        type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
+        consume.push((items, stock));
+    }
     let search_path: Vec<String> =
         sqlx::query_scalar("SELECT current_schemas(false)::text[]").fetch_one(&mut *connection).await?;
     let changed: Vec<&Relation> = std::iter::once(&orders).chain(give_back.iter().map(|(_, stock)| stock)).collect();
     for (index, also) in table.also.iter().enumerate() {
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
-    Ok(Facts { orders, deadline_type, give_back, money_fault })
+    Ok(Facts { orders, deadline_type, give_back, consume, money_fault })
 }
 
 /// An amount is a number, of which is known how many there are of the smallest unit; a currency is a text.
@@ -137,13 +145,18 @@ async fn require_volatile(connection: &mut PgConnection, table: &TableSettings) 
     Ok(())
 }
 
-/// A value of `close` that its column's type does not have, such as an expression.
+/// A value of `close`, `closing` or `pay` that its column's type does not have, such as an expression.
 async fn require_values(
     connection: &mut PgConnection,
     table: &TableSettings,
     orders: &Relation,
 ) -> Result<(), CatalogError> {
-    for (column, value) in table.close.iter().filter(|(_, value)| *value != "now") {
+    let settings = [("close", Some(&table.close)), ("closing", table.closing.as_ref()), ("pay", table.pay.as_ref())];
+    let mut written = Vec::new();
+    for (setting, columns) in settings {
+        written.extend(columns.into_iter().flatten().map(|(column, value)| (setting, column, value)));
+    }
+    for (setting, column, value) in written.into_iter().filter(|(_, _, value)| *value != "now") {
         let Some(kind) = orders.columns.get(column) else { continue };
         let select = format!("SELECT {}::{}", quote::literal(value), kind.sql);
         match connection.prepare(AssertSqlSafe(select).into_sql_str()).await {
@@ -152,7 +165,7 @@ async fn require_values(
                     "is {value:?}, which the column cannot be: {}; write one value, or \"now\". An expression is not possible: a trigger of the table can raise a counter such as lock_version",
                     one_line(&error)
                 );
-                return Err(MappingError::new(format!("close.{column}"), why).into());
+                return Err(MappingError::new(format!("{setting}.{column}"), why).into());
             }
             prepared => drop(prepared?),
         }

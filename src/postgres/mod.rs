@@ -23,6 +23,7 @@ pub mod lock_holders;
 pub(crate) mod migrations;
 mod operator;
 pub mod parked_alarms;
+pub mod payment_functions;
 pub mod selection;
 mod session;
 pub mod shop_settings;
@@ -48,8 +49,8 @@ pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, unu
 pub use lease::Lease;
 pub use migrations::{migrate, require_migrated};
 pub use operator::Operator;
-pub use session::is_about_pooler;
 use session::{Session, TimeZone, ZoneOrigin};
+pub use session::{is_about_pooler, shorten_lock_timeout};
 
 /// How much longer than `database.statement_timeout` a call waits before the server counts as unreachable.
 const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);

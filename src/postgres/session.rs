@@ -3,6 +3,8 @@
 //! Sets parameters after connecting, because a pooler may drop startup parameters. Runs no statement of the steps, and
 //! uses no prepared statements, which fail behind a pooler in transaction mode.
 
+use std::time::Duration;
+
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Row};
 
@@ -304,6 +306,21 @@ fn words_in(options: &str) -> Vec<String> {
     }
     words.extend(word);
     words
+}
+
+/// The lock timeout of what should not wait. Short, because others wait.
+const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
+
+/// Makes the current transaction wait only shortly for locks.
+///
+/// # Errors
+/// sqlx's.
+pub async fn shorten_lock_timeout(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
+    sqlx::query("SELECT set_config('lock_timeout', $1, true)")
+        .bind(SHORT_LOCK_TIMEOUT.as_millis().to_string())
+        .execute(connection)
+        .await
+        .map(drop)
 }
 
 #[cfg(test)]

@@ -82,14 +82,14 @@ pub(super) async fn inspect(shared: Arc<Shared>, recorder: Recorder) {
 async fn inspect_catalog(shared: &Shared, recorder: &Recorder) {
     let (database, settings) = (&shared.database, &shared.settings);
     let schema = Schema::new(settings);
-    let closes_default_orders = settings.served_kinds().iter().any(|kind| settings.has_default_orders(kind));
+    let claims_orders = settings.served_kinds().iter().any(|kind| settings.claims_orders(kind));
     let mut give_way = GiveWay::to(&shared.busy_kinds);
     loop {
         match schema.look(database).await {
             Ok(found) => found.into_iter().for_each(|(cause, problems)| recorder.problems(cause, None, problems)),
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
-        if closes_default_orders {
+        if claims_orders {
             match unresolved::without_provider(database).await {
                 Ok(why) => recorder.degraded(Cause::ProviderAway, why.as_deref()),
                 Err(error) => debug!(error = one_line(&error), "the providers of claimed orders could not be checked"),

@@ -380,6 +380,7 @@ async fn by_statements(settings: &Settings, kind: &Kind, database: &Database) ->
     let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
     let statements = orders_statements::statements(database, settings, kind).await?;
     orders_statements::require_attempts_are_asked_about(database, kind, &statements.close).await?;
+    orders_statements::require_functions(database, kind, &statements.functions).await?;
     let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
     let most_at_once = closer.most_at_once().await;
     let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
@@ -438,7 +439,8 @@ async fn closing_with_provider(
     let providers = ConfiguredProviders::new(&settings.provider_settings_of(kind))?;
     // Of its own: closers must not wait for these statements, nor they for closers.
     let database = Database::connect(&settings.database, CLOSING_CONNECTIONS).await?;
-    Ok(Some((policy, ClosingEffects::new(database, Arc::new(providers)))))
+    let of = orders_statements::claimed_kind(&database, settings, kind).await?;
+    Ok(Some((policy, ClosingEffects::new(database, of, Arc::new(providers)))))
 }
 
 /// Several readings, of which the most precise counts.

@@ -266,6 +266,9 @@ fn with_acceptance(settings: &mut Settings) {
         currency: None,
         minor_units: None,
         close: [(text("state"), text("closed"))].into(),
+        closing: None,
+        pay: None,
+        consume: vec![],
         give_back: Vec::new(),
         also: Vec::new(),
     };

@@ -4,6 +4,8 @@
 
 #[path = "closing/driver.rs"]
 mod driver;
+#[path = "closing/mapped.rs"]
+mod mapped;
 #[path = "closing/money.rs"]
 mod money;
 
@@ -13,8 +15,10 @@ use std::time::Duration;
 use order_timeout::effects::closing::ClosingEffects;
 use order_timeout::observe::inspect::schema::Schema;
 use order_timeout::observe::inspect::sentence;
+use order_timeout::operations::orders_statements::claimed_kind;
 use order_timeout::postgres::Database;
 use order_timeout_core::engine::{CallKind, ClosingAction, ClosingInput, ClosingPolicy, Lease, ResumePage};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::OrderId;
 use order_timeout_core::payment::{Answer, Currency, Money, Unknown};
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
@@ -550,7 +554,9 @@ fn renewed_lease_is_not_taken_over() {
         let mut killed = Driver::start(&env, provider.clone()).await;
         killed.deliver(&[order]).await;
         killed.run_until_step(Step::TakenOver).await;
-        let effects = ClosingEffects::new(Database::connect(&env.settings.database, 1).await.unwrap(), provider);
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let of = claimed_kind(&database, &env.settings, &Kind::ORDER).await.unwrap();
+        let effects = ClosingEffects::new(database, of, provider);
         let page = async |lease: Duration, renewed: Vec<(OrderId, Lease)>| {
             let limits = vec![("stripe".to_owned(), 10)];
             match effects.run(ClosingAction::Resume(ResumePage { lease, limits, renewed })).await {
@@ -584,7 +590,7 @@ fn attempts_are_looked_for_with_own_snapshot() {
         let looking = tokio::spawn(async move {
             let look = "WITH lock AS MATERIALIZED (SELECT pg_advisory_xact_lock(7))
                         SELECT (SELECT count(*) FROM payment_attempts), count(*)
-                        FROM lock CROSS JOIN LATERAL orders_to_ask_about(ARRAY[$1])";
+                        FROM lock CROSS JOIN LATERAL orders_to_ask_about(ARRAY[$1::uuid::text])";
             sqlx::query_as::<_, (i64, i64)>(look).bind(id).fetch_one(&pool).await.unwrap()
         });
         let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 7 AND NOT granted

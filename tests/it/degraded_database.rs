@@ -589,11 +589,14 @@ fn setup_names_what_is_missing() {
 fn setup_restores_functions_and_keeps_grants() {
     TestEnv::builder().run(async |env| {
         // A role of every server, which has none of our rights.
-        execute(&env.pool, "GRANT EXECUTE ON FUNCTION payment_received(text, text, text, bigint, text) TO pg_monitor")
-            .await;
         execute(
             &env.pool,
-            "DROP FUNCTION late_payment_received; ALTER FUNCTION release_excess(uuid) RESET search_path",
+            "GRANT EXECUTE ON FUNCTION payment_received(text, text, text, bigint, text, text) TO pg_monitor",
+        )
+        .await;
+        execute(
+            &env.pool,
+            "DROP FUNCTION late_payment_received; ALTER FUNCTION release_excess(text, text, bigint) RESET search_path",
         )
         .await;
         let (code, _, stderr) = meanwhile(|| run(order_timeout(&env.settings).arg("setup")));

@@ -42,6 +42,9 @@ pub(crate) fn mapped(settings: &mut Settings, name: &str) {
         currency: None,
         minor_units: None,
         close: [(text("state"), text("closed")), (text("closed_at"), text("now"))].into(),
+        closing: None,
+        pay: None,
+        consume: vec![],
         give_back: Vec::new(),
         also: Vec::new(),
     };

@@ -48,7 +48,7 @@ async fn price(env: &TestEnv, amount_minor: i64) {
 async fn close(pool: &PgPool, orders: &[Order], waits: bool) -> Vec<String> {
     let ids: Vec<String> = orders.iter().map(|order| order.id.to_string()).collect();
     let close = sqlx::query_as::<_, (String, String, Option<time::OffsetDateTime>)>(CLOSE_SQL);
-    let found = close.bind(&ids).bind("alarm").bind(waits).fetch_all(pool).await.unwrap();
+    let found = close.bind(&ids).bind("alarm").bind(waits).bind(false).fetch_all(pool).await.unwrap();
     let by_id: BTreeMap<String, String> = found.into_iter().map(|(id, outcome, _)| (id, outcome)).collect();
     ids.iter().map(|id| by_id[id].clone()).collect()
 }
@@ -264,7 +264,7 @@ fn parts_are_released_each_time() {
         let _ = report(&env.pool, order.id, "pi_1", 400).await;
         let release = async |status: &str| {
             execute(&env, &format!("UPDATE orders SET status = '{status}'")).await;
-            let release = sqlx::query_scalar::<_, i64>("SELECT release_part_payments($1)").bind(order.id);
+            let release = sqlx::query_scalar::<_, i64>("SELECT release_part_payments($1)").bind(order.id.to_string());
             release.fetch_one(&env.pool).await.unwrap()
         };
         assert_eq!(release("cancelled").await, 1);
@@ -332,7 +332,7 @@ fn cancelled_order_releases_part_payments() {
         price(&env, 1_000).await;
         let _partial = report(&env.pool, order.id, "pi_1", 400).await;
         let release = async |pool: &PgPool| {
-            let release = sqlx::query_scalar::<_, i64>("SELECT release_part_payments($1)").bind(order.id);
+            let release = sqlx::query_scalar::<_, i64>("SELECT release_part_payments($1)").bind(order.id.to_string());
             release.fetch_one(pool).await.unwrap()
         };
         assert_eq!(release(&env.pool).await, 0, "the order is still open");
@@ -455,8 +455,8 @@ fn callback_needs_only_execute() {
             "SELECT FROM received_payments",
             "UPDATE late_payments SET state = 'open'",
             "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('a', 'b', '{}')",
-            "SELECT count_payment(gen_random_uuid(), 1, true, 'a', 'b')",
-            "SELECT record_late_payment('a', 'b', 'c', 1, 'EUR', 'closed')",
+            "SELECT count_payment('order', 'a', 1, 1, true, 'b')",
+            "SELECT record_late_payment('order', 'a', 'b', 'c', 1, 'EUR', 'closed')",
         ] {
             allowed.extend(sqlx::raw_sql(sql).execute(&mut callback).await.ok().map(|_| sql));
         }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use order_timeout::effects::close::CLOSE_SQL;
-use order_timeout::effects::closing::{POSTPONE_SQL, RESUME_SQL, close_claimed_sql, settle_paid_sql};
+use order_timeout::effects::closing::{END_CLAIMED_SQL, HOLD_CLAIMED_SQL, POSTPONE_SQL, RESUME_SQL, SETTLE_PAID_SQL};
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::TestEnv;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
 
 const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
-const CLOSE_TYPES: &str = "text[], text, boolean";
+const CLOSE_TYPES: &str = "text[], text, boolean, boolean";
 const ORDERS: usize = 20_000;
 const ARTICLES: usize = 20_000;
 const BATCH: usize = 800;
@@ -140,7 +140,7 @@ fn batch_uses_primary_keys_analysed_or_not() {
             }
             for mode in ["force_custom_plan", "force_generic_plan"] {
                 for wait in [true, false] {
-                    let arguments = format!("{ids}, 'alarm', {wait}");
+                    let arguments = format!("{ids}, 'alarm', {wait}, false");
                     let plan = plan_of(&mut connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await;
                     assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, wait {wait}"));
                 }
@@ -157,7 +157,7 @@ fn statistics_of_empty_tables_leave_primary_keys() {
         stop_autovacuum(&env).await;
         sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
         fill(&env).await;
-        let arguments = format!("{}, 'alarm', true", batch_of_unpaid(&env).await);
+        let arguments = format!("{}, 'alarm', true, false", batch_of_unpaid(&env).await);
         let plan = async |connection: &mut PgConnection| {
             Ok(plan_of(connection, "force_generic_plan", CLOSE_SQL, CLOSE_TYPES, &arguments).await)
         };
@@ -236,7 +236,7 @@ async fn claim_all(env: &TestEnv) {
 }
 
 /// The statements of the closing protocol, with their types and with arguments for a batch of claimed orders.
-async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 5] {
+async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 7] {
     let ids: Vec<String> =
         sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'closing' ORDER BY id LIMIT $1")
             .bind(BATCH as i64)
@@ -264,14 +264,16 @@ async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, Stri
             format!("'order', 60, '{{stripe}}', '{{{BATCH}}}', {ids}, {leases}"),
         ),
         (
-            close_claimed_sql(),
-            "text[], bigint[], boolean, jsonb, text[], text[], text[]",
-            format!("{ids}, {leases}, true, '{{}}', {proved}"),
+            HOLD_CLAIMED_SQL,
+            "text, text[], bigint[], text[], text[], text[]",
+            format!("'order', {ids}, {leases}, {proved}"),
         ),
+        (CLOSE_SQL, CLOSE_TYPES, format!("{ids}, 'alarm', true, true")),
+        (END_CLAIMED_SQL, "text, text[], text[], jsonb", format!("'order', {ids}, {ids}, '{{}}'")),
         (
-            settle_paid_sql(),
-            "text[], bigint[], boolean, jsonb, text[], text[], text[], text[], bigint[], text[]",
-            format!("{ids}, {leases}, true, '{{}}', {proved}, {}, {no_amounts}, {none}", each("'paid'::text")),
+            SETTLE_PAID_SQL,
+            "text, text[], bigint[], jsonb, text[], text[], text[], text[], bigint[], text[]",
+            format!("'order', {ids}, {leases}, '{{}}', {proved}, {}, {no_amounts}, {none}", each("'paid'::text")),
         ),
         (
             POSTPONE_SQL,
@@ -306,7 +308,7 @@ fn claim_uses_primary_keys() {
         fill(&env).await;
         begin_attempts(&env).await;
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
-        let arguments = format!("{}, 'alarm', true", batch_of_unpaid(&env).await);
+        let arguments = format!("{}, 'alarm', true, false", batch_of_unpaid(&env).await);
         for analysed in [false, true] {
             if analysed {
                 sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();

@@ -66,7 +66,13 @@ async fn close_all(
     for _ in 0..connections {
         let mut connection = database.connection().await?;
         // Prepared before the clock starts, as in a worker.
-        sqlx::query(CLOSE_SQL).bind(Vec::<String>::new()).bind("alarm").bind(true).fetch_all(&mut *connection).await?;
+        sqlx::query(CLOSE_SQL)
+            .bind(Vec::<String>::new())
+            .bind("alarm")
+            .bind(true)
+            .bind(false)
+            .fetch_all(&mut *connection)
+            .await?;
         open.push(connection);
     }
     let began = Instant::now();
@@ -75,7 +81,13 @@ async fn close_all(
         closers.spawn(async move {
             let next = || batches.lock().unwrap_or_else(PoisonError::into_inner).pop();
             while let Some(batch) = next() {
-                sqlx::query(CLOSE_SQL).bind(batch).bind("alarm").bind(true).fetch_all(&mut *connection).await?;
+                sqlx::query(CLOSE_SQL)
+                    .bind(batch)
+                    .bind("alarm")
+                    .bind(true)
+                    .bind(false)
+                    .fetch_all(&mut *connection)
+                    .await?;
             }
             anyhow::Ok(())
         });

@@ -5,16 +5,20 @@
 use order_timeout_core::engine::{EndOutcome, Ending, PaidEnding};
 use sqlx::PgConnection;
 
-use super::{close_claimed, settle_paid};
+use super::{ClaimedKind, close_claimed, settle_paid};
 
 /// Ends one claimed order for an operator, in a transaction of the caller's that has given it this lease.
-pub(crate) async fn end_by_hand(connection: &mut PgConnection, end: &EndByHand) -> Result<EndOutcome, sqlx::Error> {
+pub(crate) async fn end_by_hand(
+    connection: &mut PgConnection,
+    of: &ClaimedKind,
+    end: &EndByHand,
+) -> Result<EndOutcome, sqlx::Error> {
     let ended = match end {
-        EndByHand::Close(ending) => close_claimed::close(connection, std::slice::from_ref(ending), true)
+        EndByHand::Close(ending) => close_claimed::close(connection, of, std::slice::from_ref(ending), true)
             .await?
             .first()
-            .map(close_claimed::read_outcome),
-        EndByHand::SettlePaid(ending) => settle_paid::settle(connection, std::slice::from_ref(ending), true)
+            .map(|claimed| Ok(claimed.outcome)),
+        EndByHand::SettlePaid(ending) => settle_paid::settle(connection, of, std::slice::from_ref(ending))
             .await?
             .first()
             .map(settle_paid::read_outcome),

@@ -13,7 +13,6 @@ mod outcomes;
 mod postpone;
 mod resume;
 mod settle_paid;
-mod statements;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,6 +25,7 @@ use tracing::debug;
 pub(crate) use by_hand::{EndByHand, end_by_hand};
 pub use call::{AnswerFuture, Providers};
 use close_claimed::CloseClaimed;
+pub use close_claimed::{ClaimedKind, END_CLAIMED_SQL, HOLD_CLAIMED_SQL};
 pub use configured::ConfiguredProviders;
 pub(crate) use ended_orders::EndedOrder;
 use ended_orders::EndedOrders;
@@ -33,18 +33,16 @@ use outcomes::end_each;
 pub use postpone::POSTPONE_SQL;
 use postpone::Postpone;
 pub use resume::RESUME_SQL;
+pub use settle_paid::SETTLE_PAID_SQL;
 use settle_paid::SettlePaid;
-pub use statements::{close_claimed_sql, settle_paid_sql};
 
 use crate::postgres::{Database, one_line};
-
-/// The kind of the default orders table, in whose rows the statements of this module look.
-const KIND: &str = "order";
 
 /// Runs the actions of the closing protocol. Cheap to clone.
 #[derive(Clone)]
 pub struct ClosingEffects {
     database: Database,
+    of: ClaimedKind,
     providers: Arc<dyn Providers>,
     ended: EndedOrders,
 }
@@ -52,8 +50,8 @@ pub struct ClosingEffects {
 impl ClosingEffects {
     /// On a pool that the closers do not use: they must not wait for this.
     #[must_use]
-    pub fn new(database: Database, providers: Arc<dyn Providers>) -> Self {
-        Self { database, providers, ended: EndedOrders::default() }
+    pub fn new(database: Database, of: ClaimedKind, providers: Arc<dyn Providers>) -> Self {
+        Self { database, of, providers, ended: EndedOrders::default() }
     }
 
     /// Why a provider is not asked at the moment.
@@ -76,7 +74,7 @@ impl ClosingEffects {
     /// Runs an action, and returns what the engine is to be told.
     pub async fn run(&self, action: ClosingAction) -> ClosingInput {
         match action {
-            ClosingAction::Resume(page) => match resume::resume(&self.database, &page).await {
+            ClosingAction::Resume(page) => match resume::resume(&self.database, &self.of.kind, &page).await {
                 Ok(claims) => {
                     debug!(orders = claims.len(), "claimed orders taken over");
                     ClosingInput::Resumed(claims)
@@ -89,15 +87,16 @@ impl ClosingEffects {
             }
             ClosingAction::CloseClaimed(endings) => ClosingInput::Ended(
                 EndingKind::Close,
-                end_each(&CloseClaimed(&self.database, &self.ended), endings).await,
+                end_each(&CloseClaimed(&self.database, &self.of, &self.ended), endings).await,
             ),
             ClosingAction::SettlePaid(endings) => ClosingInput::Ended(
                 EndingKind::SettlePaid,
-                end_each(&SettlePaid(&self.database, &self.ended), endings).await,
+                end_each(&SettlePaid(&self.database, &self.of, &self.ended), endings).await,
             ),
-            ClosingAction::Postpone(ends) => {
-                ClosingInput::Ended(EndingKind::Postpone, end_each(&Postpone(&self.database), ends).await)
-            }
+            ClosingAction::Postpone(ends) => ClosingInput::Ended(
+                EndingKind::Postpone,
+                end_each(&Postpone(&self.database, &self.of.kind), ends).await,
+            ),
         }
     }
 }

@@ -5,18 +5,19 @@
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{EndOutcome, Ending, Postponement, Step, UnresolvedReason};
+use order_timeout_core::kind::Kind;
 use sqlx::Row;
 use tracing::warn;
 
 use super::outcomes::{EndStatement, Outcomes};
-use super::{AttemptColumns, KIND, without_nul};
+use super::{AttemptColumns, without_nul};
 use crate::postgres::Database;
 
 /// The statement.
 pub const POSTPONE_SQL: &str = include_str!("../../../sql/postpone_closing.sql");
 
 /// Runs it on this database.
-pub(super) struct Postpone<'a>(pub &'a Database);
+pub(super) struct Postpone<'a>(pub &'a Database, pub &'a Kind);
 
 impl EndStatement for Postpone<'_> {
     type Item = Postponement;
@@ -26,16 +27,16 @@ impl EndStatement for Postpone<'_> {
     }
 
     async fn run(&self, ends: &[Postponement]) -> Result<Outcomes, sqlx::Error> {
-        let outcomes = write(self.0, ends).await?;
+        let outcomes = write(self.0, self.1, ends).await?;
         log_unresolved(ends, &outcomes);
         Ok(outcomes)
     }
 }
 
-async fn write(database: &Database, ends: &[Postponement]) -> Result<Outcomes, sqlx::Error> {
+async fn write(database: &Database, kind: &Kind, ends: &[Postponement]) -> Result<Outcomes, sqlx::Error> {
     let closed = AttemptColumns::closed(ends.iter().map(|end| &end.ending));
     let query = sqlx::query(POSTPONE_SQL)
-        .bind(KIND)
+        .bind(kind.as_str())
         .bind(ends.iter().map(|end| end.ending.order_id.as_str()).collect::<Vec<_>>())
         .bind(ends.iter().map(|end| end.ending.lease.0).collect::<Vec<_>>())
         .bind(ends.iter().map(|end| end.step.as_str()).collect::<Vec<_>>())
@@ -64,7 +65,7 @@ fn log_unresolved(ends: &[Postponement], outcomes: &Outcomes) {
             %order_id,
             reason,
             answers,
-            "orders cannot be closed or settled, this one among them; they stay closing, with their stock reserved, until a person looks at close_attempts"
+            "orders cannot be closed or settled, this one among them; they stay open, with their stock reserved, until a person looks at close_attempts"
         );
     }
 }

@@ -4,24 +4,24 @@
 
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{Claim, ClaimedAttempt, Lease, Recorded, ResumePage};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::OrderId;
 use order_timeout_core::payment::{Attempt, Currency, Money};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::KIND;
 use crate::postgres::Database;
 
 /// The statement.
 pub const RESUME_SQL: &str = include_str!("../../../sql/resume_closing.sql");
 
-pub(super) async fn resume(database: &Database, page: &ResumePage) -> Result<Vec<Claim>, sqlx::Error> {
+pub(super) async fn resume(database: &Database, kind: &Kind, page: &ResumePage) -> Result<Vec<Claim>, sqlx::Error> {
     let (queues, limits): (Vec<&str>, Vec<i64>) =
         page.limits.iter().map(|(queue, limit)| (queue.as_str(), number(*limit))).unzip();
     let (renewed, leases): (Vec<&str>, Vec<i64>) =
         page.renewed.iter().map(|(id, lease)| (id.as_str(), lease.0)).unzip();
     let query = sqlx::query(RESUME_SQL)
-        .bind(KIND)
+        .bind(kind.as_str())
         .bind(page.lease.as_secs_f64())
         .bind(queues)
         .bind(limits)

@@ -6,18 +6,20 @@
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{AttemptKey, EndOutcome, Ending, PaidEnding};
 use order_timeout_core::payment::Money;
-use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::types::Json;
+use sqlx::{Connection, Row};
 
 use super::ended_orders::{EndedOrder, EndedOrders};
 use super::outcomes::{EndStatement, Outcomes};
-use super::statements::settle_paid_sql;
-use super::{AttemptColumns, answers_by_order};
-use crate::postgres::{Database, ErrorClass, classify};
+use super::{AttemptColumns, ClaimedKind, answers_by_order};
+use crate::postgres::{self, Database, ErrorClass, classify};
+
+/// The statement.
+pub const SETTLE_PAID_SQL: &str = include_str!("../../../sql/settle_paid.sql");
 
 /// Runs it on this database.
-pub(super) struct SettlePaid<'a>(pub &'a Database, pub &'a EndedOrders);
+pub(super) struct SettlePaid<'a>(pub &'a Database, pub &'a ClaimedKind, pub &'a EndedOrders);
 
 impl EndStatement for SettlePaid<'_> {
     type Item = PaidEnding;
@@ -27,14 +29,44 @@ impl EndStatement for SettlePaid<'_> {
     }
 
     async fn run(&self, endings: &[PaidEnding]) -> Result<Outcomes, sqlx::Error> {
-        let settle = async |waits| self.0.run(async |connection| settle(connection, endings, waits).await).await;
-        let rows = match settle(true).await {
-            // As in `close_claimed.rs`.
-            Err(error) if classify(&error) == ErrorClass::Locked => settle(false).await?,
-            answer => answer?,
+        let all = self.0.run(async |connection| settle(connection, self.1, endings).await).await;
+        let rows = match all {
+            // One of them needs stock that another session holds: the others must not wait for it again.
+            Err(error) if classify(&error) == ErrorClass::Locked => return self.settle_each(endings).await,
+            rows => rows?,
         };
-        self.1.add(rows.iter().filter_map(read_settled));
+        self.2.add(rows.iter().filter_map(read_settled));
         rows.iter().map(|row| Ok((row.try_get("order_id")?, read_outcome(row)?))).collect()
+    }
+}
+
+impl SettlePaid<'_> {
+    /// Order by order, without waiting long: those whose stock is locked are reported as busy.
+    async fn settle_each(&self, endings: &[PaidEnding]) -> Result<Outcomes, sqlx::Error> {
+        let mut outcomes = Outcomes::new();
+        for ending in endings {
+            let one = async |connection: &mut PgConnection| {
+                let mut transaction = connection.begin().await?;
+                postgres::shorten_lock_timeout(&mut transaction).await?;
+                let rows = settle(&mut transaction, self.1, std::slice::from_ref(ending)).await?;
+                transaction.commit().await?;
+                Ok(rows)
+            };
+            let order_id = ending.ending.order_id.as_str().to_owned();
+            match self.0.run(one).await {
+                Err(error) if classify(&error) == ErrorClass::Locked => {
+                    outcomes.insert(order_id, EndOutcome::Busy);
+                }
+                Err(error) => return Err(error),
+                Ok(rows) => {
+                    self.2.add(rows.iter().filter_map(read_settled));
+                    for row in &rows {
+                        outcomes.insert(order_id.clone(), read_outcome(row)?);
+                    }
+                }
+            }
+        }
+        Ok(outcomes)
     }
 }
 
@@ -80,15 +112,15 @@ impl<'a> Said<'a> {
 
 pub(super) async fn settle(
     connection: &mut PgConnection,
+    of: &ClaimedKind,
     endings: &[PaidEnding],
-    waits: bool,
 ) -> Result<Vec<PgRow>, sqlx::Error> {
     let all = || endings.iter().map(|paid| &paid.ending);
     let said = Said::of(endings);
-    let query = sqlx::query(settle_paid_sql())
+    let query = sqlx::query(SETTLE_PAID_SQL)
+        .bind(of.kind.as_str())
         .bind(all().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
         .bind(all().map(|ending| ending.lease.0).collect::<Vec<_>>())
-        .bind(waits)
         .bind(Json(answers_by_order(all())))
         .bind(said.attempts.orders)
         .bind(said.attempts.providers)
@@ -112,8 +144,6 @@ pub(super) fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {
         "settled" => EndOutcome::Settled,
         "already_paid" => EndOutcome::AlreadyPaid,
         "paid_late" => EndOutcome::PaidLate,
-        // It is unpaid again: the sweep finds it, and it is claimed anew.
-        "not_claimed" => EndOutcome::AlreadyClosed,
         "busy" => EndOutcome::Busy,
         "amount_differs" => EndOutcome::AmountDiffers,
         "kept" => EndOutcome::Kept,

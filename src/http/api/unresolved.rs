@@ -8,6 +8,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::OrderId;
 use serde::{Deserialize, Serialize};
 use tracing::info;
@@ -16,10 +17,11 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::site::Shared;
 use super::Problem;
 use super::change::{Change, operator};
-use super::described::{NameOrReason, OrderIdText, PageSize, PlainText, given};
+use super::described::{KindName, NameOrReason, OrderIdText, PageSize, PlainText, given};
 use super::extract::{Body, Parameters, WithToken};
 use super::reads::json;
 use crate::operations::Page;
+use crate::operations::orders_statements;
 use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
 use crate::postgres::Operator;
 use crate::postgres::selection::Selection;
@@ -80,6 +82,9 @@ pub(super) async fn retry(
 pub(super) struct UnresolvedDecision {
     /// The order.
     id: OrderIdText,
+    /// Its kind, if it is not the default one.
+    #[schema(value_type = Option<KindName>)]
+    kind: Option<Kind>,
     /// What was found out at its provider.
     r#as: UnresolvedEnd,
     /// With `paid`: the attempt that was paid, if there are several.
@@ -112,13 +117,15 @@ pub(super) async fn settle(
     WithToken(shared): WithToken,
     Body(asked): Body<UnresolvedDecision>,
 ) -> Result<StatusCode, Problem> {
-    let UnresolvedDecision { id: OrderIdText(id), r#as: end, reference, who, why } = asked;
+    let UnresolvedDecision { id: OrderIdText(id), kind, r#as: end, reference, who, why } = asked;
     let operator = operator(who, why);
     let decision = match end {
         UnresolvedEnd::Closed => Decision::Closed,
         UnresolvedEnd::Paid => Decision::Paid { reference: reference.as_ref().map(|PlainText(text)| text.as_str()) },
     };
-    unresolved::decide(&shared.sources().await?.database, &id, decision, &operator).await?;
+    let database = &shared.sources().await?.database;
+    let of = orders_statements::claimed_kind(database, &shared.settings, &kind.unwrap_or(Kind::ORDER)).await?;
+    unresolved::decide(database, &of, &id, decision, &operator).await?;
     let Operator { who, why, run } = &operator;
     info!(who, why, %run, order_id = %id, ?end, "an unresolved order is ended, over HTTP");
     Ok(StatusCode::NO_CONTENT)

@@ -121,11 +121,12 @@ impl<'a> Parts<'a> {
     fn is_told(&self) -> String {
         let is_text = |kind: &ColumnType| !["int2", "int4", "int8", "uuid"].contains(&kind.base.as_str());
         let is_unpaid = self.is_unpaid();
+        let is_unclaimed = self.is_unclaimed().map_or_else(String::new, |unclaimed| format!("\n      AND {unclaimed}"));
         if !self.id.iter().any(|(_, kind)| is_text(kind)) {
-            return is_unpaid;
+            return is_unpaid + &is_unclaimed;
         }
         let id = ids::print(&self.id_columns(&self.alias()));
-        format!("{is_unpaid}\n      AND NOT {}", is_unusable(&id))
+        format!("{is_unpaid}{is_unclaimed}\n      AND NOT {}", is_unusable(&id))
     }
 
     /// Orders that fall due in the window of `$1` and `$2`.
@@ -135,7 +136,7 @@ impl<'a> Parts<'a> {
     }
 
     /// The columns `amount_minor` and `currency`: NULL where the mapping does not say.
-    fn money(&self) -> String {
+    pub(super) fn money(&self) -> String {
         let known = |expression: &'a Option<String>| expression.as_deref().filter(|_| self.facts.money_fault.is_none());
         let amount = known(&self.table.amount).map(|amount| {
             let amount = ended(amount);

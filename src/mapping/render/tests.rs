@@ -59,6 +59,7 @@ fn facts(shop: &str) -> Facts {
                     &[("id", "int8"), ("stock", "int4"), ("lock_stock", "int4")],
                 ),
             )],
+            consume: vec![],
             money_fault: None,
         },
         "headless" => Facts {
@@ -93,6 +94,7 @@ fn facts(shop: &str) -> Facts {
                     &[("inventory_item_id", "text"), ("location_id", "text"), ("reserved_quantity", "numeric")],
                 ),
             )],
+            consume: vec![],
             money_fault: None,
         },
         "tenants" => Facts {
@@ -107,6 +109,7 @@ fn facts(shop: &str) -> Facts {
                 relation("platform", "order_lines", Table, &[("tenant", "text"), ("number", "int8"), ("sku", "text")]),
                 relation("platform", "stock", Table, &[("tenant", "text"), ("sku", "text"), ("reserved", "int4")]),
             )],
+            consume: vec![],
             money_fault: None,
         },
         _ => Facts {
@@ -121,6 +124,7 @@ fn facts(shop: &str) -> Facts {
                 relation("sales", "items", Table, &[("order_id", "uuid"), ("article", "text"), ("quantity", "int4")]),
                 relation("sales", "stock", Table, &[("article", "text"), ("on_hand", "int4"), ("reserved", "int4")]),
             )],
+            consume: vec![],
             money_fault: None,
         },
     }

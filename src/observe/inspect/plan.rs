@@ -14,7 +14,7 @@ use sqlx::{AssertSqlSafe, Connection, SqlSafeStr, SqlStr};
 
 use super::schema::row_security;
 use super::{Found, hides_rows};
-use crate::effects::close::Closer;
+use crate::effects::close::{Closer, with_arguments};
 use crate::effects::sweep::Sweeper;
 use crate::postgres::{Database, ErrorClass, classify, one_line};
 
@@ -147,13 +147,7 @@ fn explain(sql: &SqlStr) -> SqlStr {
 }
 
 async fn explain_close(connection: &mut PgConnection, sql: &SqlStr, parameters: usize) -> Result<(), sqlx::Error> {
-    let mut explain = sqlx::query_scalar::<_, Value>(explain(sql)).bind(Vec::<String>::new());
-    if parameters > 1 {
-        explain = explain.bind("sweep");
-    }
-    if parameters > 2 {
-        explain = explain.bind(false);
-    }
+    let explain = with_arguments((explain(sql), parameters), &[], "sweep", false);
     explain.persistent(false).fetch_one(connection).await.map(drop)
 }
 

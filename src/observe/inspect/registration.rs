@@ -262,7 +262,7 @@ fn delays(settings: &Settings) -> Delays {
         (format!("orders of the kind {kind} in"), place)
     });
     // Orders that are claimed wait for a worker that can ask their provider.
-    let asking = settings.served_kinds().into_iter().filter(|kind| settings.has_default_orders(kind));
+    let asking = settings.served_kinds().into_iter().filter(|kind| settings.claims_orders(kind));
     let providers = asking.flat_map(|kind| {
         let providers = settings.provider_settings_of(&kind).0;
         let names = providers.keys().map(String::as_str).collect::<Vec<_>>().join(", ");

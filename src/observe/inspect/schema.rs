@@ -65,13 +65,13 @@ const INDEXES_OF_DEFAULT_ORDERS_TABLES: [Index; 3] = [
 const INDEX_OF_CLAIMS: Index = ("close_attempts_due", "the index of claimed orders is missing");
 
 /// What the close statement calls.
-const DEFAULT_FUNCTIONS: &[&str] = &["orders_to_ask_about(uuid[])"];
+const DEFAULT_FUNCTIONS: &[&str] = &["orders_to_ask_about(text[], text)"];
 
 /// What the statements call that settle orders as paid. No role may call them unless it is granted.
 const PROVIDER_FUNCTIONS: &[&str] = &[
-    "settle_asked_order(text, text[], text[], bigint[], text[], boolean[], text)",
-    "paid_attempts(text)",
-    "consume_reserved(uuid[])",
+    "settle_asked_order(text, text, text[], text[], bigint[], text[], boolean[], text)",
+    "lock_free_order(text, text)",
+    "consume_for_orders(text, text[])",
 ];
 
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing";

@@ -124,6 +124,9 @@ impl Check<'_> {
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
             self.note(Level::Note, "deadline", why);
         }
+        if let Err(why) = orders_statements::require_functions(database, self.kind, &statements.functions).await {
+            self.wrong("pay", why.to_string());
+        }
         let facts = self.tables(database).await?;
         self.questions(database, facts.as_ref(), statements.questions.as_ref()).await?;
         let unusable = statements.questions.map(|questions| questions.unusable);
@@ -420,7 +423,8 @@ impl Check<'_> {
         let mut seen: Vec<(&str, String, &String, String, usize)> = Vec::new();
         for (id, outcome) in outcomes {
             let (key, why) = match outcome {
-                Ok(word) if word == "closed" || word == "busy" => continue,
+                // Claimed: its provider is asked before it is closed.
+                Ok(word) if ["closed", "busy", "claimed", "closing"].contains(&word.as_str()) => continue,
                 Ok(word) => (
                     "open",
                     format!(

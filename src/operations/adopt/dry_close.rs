@@ -7,6 +7,7 @@ use order_timeout_core::order::Timestamp;
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row, SqlStr};
 
 use crate::config::kinds::{AlsoSettings, GiveBackSettings, TableSettings};
+use crate::effects::close::with_arguments;
 use crate::effects::sweep::read_row;
 use crate::mapping::{Facts, Relation, ids, predicate, quote};
 use crate::postgres::one_line;
@@ -129,14 +130,9 @@ async fn close_all(
     (sql, parameters): (&SqlStr, usize),
     ids: &[String],
 ) -> Result<Vec<(String, String)>, String> {
+    let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
     let mut savepoint = connection.begin().await.map_err(|error| one_line(&error))?;
-    let mut query = sqlx::query(sql.clone()).bind(ids);
-    if parameters > 1 {
-        query = query.bind("manual");
-    }
-    if parameters > 2 {
-        query = query.bind(true);
-    }
+    let query = with_arguments((sql.clone(), parameters), &ids, "manual", true);
     let rows = query.fetch_all(&mut *savepoint).await.map_err(|error| one_line(&error));
     let rows = match rows {
         Ok(rows) => rows,

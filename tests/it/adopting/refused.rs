@@ -51,6 +51,33 @@ const WRONG: &[Wrong] = &[
         refused_at_start: true,
     },
     Wrong {
+        what: "a paid order's column that is not there",
+        mapping: |table| table.pay = Some([("stat".into(), "p".into())].into()),
+        sql: "",
+        key: "pay.stat",
+        words: &["has no column stat", "did you mean status?"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a value that the column of closing cannot have",
+        mapping: |table| {
+            table.pay = Some([("status".into(), "p".into())].into());
+            table.closing = Some([("datetime".into(), "soon".into())].into());
+        },
+        sql: "",
+        key: "closing.datetime",
+        words: &["\"soon\"", "which the column cannot be"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "functions that are not installed",
+        mapping: |table| table.pay = Some([("status".into(), "p".into())].into()),
+        sql: "",
+        key: "pay",
+        words: &["kind_order_count", "adopt --kind order --install"],
+        refused_at_start: false,
+    },
+    Wrong {
         what: "a type that no id can have",
         mapping: |table| table.id = Names(vec!["datetime".into()]),
         sql: "",

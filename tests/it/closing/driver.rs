@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use order_timeout::effects::close::Closer;
 use order_timeout::effects::closing::{AnswerFuture, ClosingEffects, Providers};
+use order_timeout::operations::orders_statements;
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout::postgres::{self, Database};
 use order_timeout_core::alarm::{Delivered, DeliveredAlarm, Receipt, Returns, Settlement, SourceQueue};
@@ -165,8 +166,10 @@ impl Driver {
     pub async fn start_with(env: &TestEnv, providers: Arc<Provider>, closing: ClosingPolicy) -> Self {
         let database = Database::connect(&env.settings.database, 2).await.unwrap();
         let closers = Database::connect(&env.settings.database, 2).await.unwrap();
-        let closer = Closer::prepare(WarmConnections::new(closers), "").await.unwrap();
-        let effects = ClosingEffects::new(database.clone(), providers);
+        let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
+        let closer = Closer::prepare(WarmConnections::new(closers), statements.close).await.unwrap();
+        let of = orders_statements::claimed_kind(&database, &env.settings, &Kind::ORDER).await.unwrap();
+        let effects = ClosingEffects::new(database.clone(), of, providers);
         let engine = Engine::with_provider(policy(), closing);
         Self { engine, closer, effects, database, acknowledged: 0, next_tag: 0 }
     }
@@ -177,10 +180,16 @@ impl Driver {
 
     /// Delivers the orders' alarms.
     pub async fn deliver(&mut self, orders: &[Order]) {
+        let alarms: Vec<_> = orders.iter().map(|order| (order.order_id(), order.deadline)).collect();
+        self.deliver_alarms(&alarms).await;
+    }
+
+    /// Delivers alarms of these orders.
+    pub async fn deliver_alarms(&mut self, alarms: &[(OrderId, Timestamp)]) {
         let now = self.now().await;
-        for order in orders {
+        for (order_id, deadline) in alarms.iter().cloned() {
             self.next_tag += 1;
-            let alarm = Alarm { kind: Kind::ORDER, order_id: order.order_id(), deadline: order.deadline };
+            let alarm = Alarm { kind: Kind::ORDER, order_id, deadline };
             let content = Ok(DeliveredAlarm {
                 alarm,
                 attempt: 0,

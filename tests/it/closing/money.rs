@@ -306,7 +306,8 @@ async fn without_answer(env: &TestEnv) -> (Order, Database, Operator) {
 fn unresolved_order_is_closed_by_hand() {
     TestEnv::builder().without_broker().run(async move |env| {
         let (order, database, operator) = without_answer(&env).await;
-        let decide = async || unresolved::decide(&database, &order.order_id(), Decision::Closed, &operator).await;
+        let of = claimed_kind(&database, &env.settings, &Kind::ORDER).await.unwrap();
+        let decide = async || unresolved::decide(&database, &of, &order.order_id(), Decision::Closed, &operator).await;
         decide().await.unwrap();
         assert_eq!(env.status(&order).await, "closed");
         let history = "SELECT count(*) FROM order_events
@@ -325,7 +326,8 @@ fn unresolved_order_is_closed_by_hand() {
 fn unresolved_order_is_paid_by_hand() {
     TestEnv::builder().without_broker().run(async move |env| {
         let (order, database, operator) = without_answer(&env).await;
-        let decide = async |decision| unresolved::decide(&database, &order.order_id(), decision, &operator).await;
+        let of = claimed_kind(&database, &env.settings, &Kind::ORDER).await.unwrap();
+        let decide = async |decision| unresolved::decide(&database, &of, &order.order_id(), decision, &operator).await;
         let other = decide(Decision::Paid { reference: Some("pi_2") }).await.unwrap_err();
         assert!(matches!(other, DecisionError::NoSuchAttempt { .. }), "{other}");
         assert_eq!(env.count(UNRESOLVED).await, 1, "as it was");

@@ -239,13 +239,13 @@ async fn missing_execute_is_found(stack: &mut Stack) {
     service.join(&mut stack.settings, "card", wide_limits());
     let finding = stack.found(Cause::DatabaseRights).await;
     let lacks = "lacks EXECUTE ON FUNCTION settle_asked_order(text";
-    assert!(finding.what.contains(lacks) && finding.what.contains("consume_reserved(uuid[])"), "{finding:?}");
+    assert!(finding.what.contains(lacks) && finding.what.contains("consume_for_orders(text, text[])"), "{finding:?}");
     execute(&stack.env.pool, &finding.fix).await;
     stack.assert_nothing_found("the grant").await;
-    stack.sql("ALTER FUNCTION paid_attempts(text) RENAME TO former").await;
+    stack.sql("ALTER FUNCTION lock_free_order(text, text) RENAME TO former").await;
     let finding = stack.found(Cause::Schema).await;
-    assert!(finding.what.contains("the function paid_attempts(text) is missing"), "{finding:?}");
-    stack.sql("ALTER FUNCTION former(text) RENAME TO paid_attempts").await;
+    assert!(finding.what.contains("the function lock_free_order(text, text) is missing"), "{finding:?}");
+    stack.sql("ALTER FUNCTION former(text, text) RENAME TO lock_free_order").await;
     stack.assert_nothing_found("the function").await;
     stack.settings = without;
 }

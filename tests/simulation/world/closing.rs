@@ -169,7 +169,7 @@ impl World {
         claimed.is_some_and(|claimed| claimed.lease == Some(ending.lease) && !claimed.is_unresolved())
     }
 
-    /// What `sql/close_claimed.sql` does.
+    /// What `effects/closing/close_claimed.rs` does.
     fn close_claimed(&mut self, ending: &Ending) -> Result<EndOutcome, CloseError> {
         let (now, is_held) = (self.database_time(), self.is_held(ending));
         let Some(row) = self.rows.get_mut(&ending.order_id) else { return Ok(EndOutcome::AlreadyClosed) };

@@ -1,0 +1,42 @@
+//! The functions of a kind that pay the orders of a mapped table: creates them, and says which are not as the mapping says.
+//!
+//! Calls none of them.
+
+use sqlx::{AssertSqlSafe, Connection, PgConnection};
+
+use super::Database;
+use crate::mapping::PaymentFunction;
+
+/// Creates or replaces them in the schema of our own tables. Only their owner may call them: the functions of
+/// `sql/functions/` do, which belong to the same role.
+///
+/// # Errors
+/// sqlx's.
+pub async fn install(database: &Database, functions: &[PaymentFunction]) -> Result<(), sqlx::Error> {
+    let work = async |connection: &mut PgConnection| {
+        let mut transaction = connection.begin().await?;
+        for function in functions {
+            // Rendered from the operator's configuration.
+            sqlx::raw_sql(AssertSqlSafe(function.create())).execute(&mut *transaction).await?;
+            let revoke = format!("REVOKE ALL ON FUNCTION {} FROM PUBLIC", function.name);
+            sqlx::raw_sql(AssertSqlSafe(revoke)).execute(&mut *transaction).await?;
+        }
+        transaction.commit().await
+    };
+    database.run(work).await
+}
+
+/// The names of those that the schema has not, or has with another body.
+///
+/// # Errors
+/// sqlx's.
+pub async fn not_installed(database: &Database, functions: &[PaymentFunction]) -> Result<Vec<String>, sqlx::Error> {
+    let (names, bodies): (Vec<&str>, Vec<&str>) =
+        functions.iter().map(|function| (function.name.as_str(), function.body.as_str())).unzip();
+    let query = sqlx::query_scalar(
+        "SELECT f.name FROM unnest($1::text[], $2::text[]) AS f (name, body)
+         WHERE NOT EXISTS (SELECT FROM pg_proc p WHERE p.oid = to_regproc(f.name) AND p.prosrc = f.body)",
+    );
+    let query = query.bind(names).bind(bodies);
+    database.run(async |connection| query.fetch_all(connection).await).await
+}
