@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::Lanes;
-use order_timeout_core::delay::wheel_checks::{DELAYS_MS, Setup, check_alarm_arrives, check_no_alarm_loops};
+use order_timeout_core::delay::testing::{DELAYS_MS, Setup, check_alarm_arrives, check_no_alarm_loops};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use proptest::prelude::*;

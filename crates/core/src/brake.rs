@@ -129,6 +129,6 @@ pub const FORESEE_AHEAD: Duration = Duration::from_secs(6 * 60);
 pub const FORESEEN_MINUTES_BEFORE: Minute = 2;
 
 #[cfg(test)]
-mod streams;
+mod stream_tests;
 #[cfg(test)]
 mod tests;

@@ -7,9 +7,9 @@
 
 mod lanes;
 mod settings;
-pub mod wheel;
 #[cfg(any(test, feature = "testing"))]
-pub mod wheel_checks;
+pub mod testing;
+pub mod wheel;
 
 use std::time::Duration;
 

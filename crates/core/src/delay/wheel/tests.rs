@@ -12,7 +12,7 @@ use proptest::test_runner::TestCaseError;
 
 use super::*;
 use crate::alarm::{Delivered, DeliveredAlarm, Receipt, Returns, SourceQueue, Wanted};
-use crate::delay::wheel_checks::{
+use crate::delay::testing::{
     DELAYS_MS, ROUNDING, Setup, check_alarm_arrives, check_retry_wait, longest_followed, max_hops, placed,
 };
 use crate::delay::{DelaySettings, RingSettings};
