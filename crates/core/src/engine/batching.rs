@@ -133,7 +133,7 @@ impl Engine {
                 lock_mode: self.lock_mode_of_fresh(now),
                 items: self.ready.looked_ahead.take(size),
             },
-            ReadySource::RetryNowait => self.ready.retry_nowait.take().unwrap_or_else(empty_batch),
+            ReadySource::RetryNowait => self.ready.retry_nowait.take(1).pop().unwrap_or_else(empty_batch),
             ReadySource::Late => Batch {
                 by: ClosedBy::Alarm,
                 lock_mode: self.lock_mode_of_late(&self.ready.late, now),
@@ -152,11 +152,11 @@ impl Engine {
                 batch
             }
             ReadySource::SplitBatches => {
-                let Some(part) = self.ready.split_batches.take() else { return empty_batch() };
+                let Some(part) = self.ready.split_batches.take(1).pop() else { return empty_batch() };
                 let (batch, rest) = self.choose_retries(part.by, part.items, now);
                 if !rest.is_empty() {
                     let rest = Batch { by: part.by, items: rest, lock_mode: LockMode::NoWait };
-                    self.ready.split_batches.put_back(rest, since);
+                    self.ready.split_batches.put_back(vec![rest], since);
                 }
                 batch
             }

@@ -8,14 +8,21 @@ use std::time::Duration;
 use super::{Batch, WorkItem};
 use crate::order::Timestamp;
 
-/// Work items that are due and wait for a batch to fill.
-#[derive(Debug, Default)]
-pub(super) struct ReadyQueue {
-    items: VecDeque<(WorkItem, Timestamp)>,
+/// Work items that are due and wait for a batch to fill, or whole batches that are tried again, each with the time since
+/// which it waits.
+#[derive(Debug)]
+pub(super) struct ReadyQueue<T = WorkItem> {
+    items: VecDeque<(T, Timestamp)>,
 }
 
-impl ReadyQueue {
-    pub fn push(&mut self, item: WorkItem, now: Timestamp) {
+impl<T> Default for ReadyQueue<T> {
+    fn default() -> Self {
+        Self { items: VecDeque::new() }
+    }
+}
+
+impl<T> ReadyQueue<T> {
+    pub fn push(&mut self, item: T, now: Timestamp) {
         self.items.push_back((item, now));
     }
 
@@ -41,46 +48,15 @@ impl ReadyQueue {
         Some(self.since()? + linger)
     }
 
-    pub fn take(&mut self, batch_size: usize) -> Vec<WorkItem> {
+    pub fn take(&mut self, batch_size: usize) -> Vec<T> {
         let size = self.items.len().min(batch_size);
         self.items.drain(..size).map(|(item, _)| item).collect()
     }
 
     /// Puts items back to the front, where they have been since `since`.
-    pub fn put_back(&mut self, items: Vec<WorkItem>, since: Timestamp) {
+    pub fn put_back(&mut self, items: Vec<T>, since: Timestamp) {
         for item in items.into_iter().rev() {
             self.items.push_front((item, since));
-        }
-    }
-}
-
-/// Whole batches that are tried again, each with the time since which it waits.
-#[derive(Debug, Default)]
-pub(super) struct BatchQueue {
-    batches: VecDeque<(Batch, Timestamp)>,
-}
-
-impl BatchQueue {
-    pub fn push(&mut self, batch: Batch, now: Timestamp) {
-        self.batches.push_back((batch, now));
-    }
-
-    /// Puts what is left of a batch back to the front, where it has been since `since`.
-    pub fn put_back(&mut self, batch: Batch, since: Timestamp) {
-        self.batches.push_front((batch, since));
-    }
-
-    pub fn take(&mut self) -> Option<Batch> {
-        self.batches.pop_front().map(|(batch, _)| batch)
-    }
-
-    pub fn since(&self) -> Option<Timestamp> {
-        self.batches.front().map(|(_, since)| *since)
-    }
-
-    fn clock_was_set_back(&mut self, now: Timestamp) {
-        for (_, since) in &mut self.batches {
-            *since = now.min(*since);
         }
     }
 }
@@ -137,11 +113,11 @@ pub(super) struct ReadyQueues {
     /// session may be a worker that cannot close them either, and they would make the batch that they share fail.
     pub busy: ReadyQueue,
     /// Batches that waited for a lock and did not get it: tried again whole, without waiting.
-    pub retry_nowait: BatchQueue,
+    pub retry_nowait: ReadyQueue<Batch>,
     /// Due, tried before.
     pub retries: ReadyQueue,
     /// Parts of batches that failed.
-    pub split_batches: BatchQueue,
+    pub split_batches: ReadyQueue<Batch>,
 }
 
 impl ReadyQueues {
@@ -187,7 +163,7 @@ impl ReadyQueues {
         let Self { fresh, looked_ahead, late, overdue, busy, retry_nowait, retries, split_batches } =
             std::mem::take(self);
         let items = [fresh, looked_ahead, late, overdue, busy, retries].into_iter().flat_map(|queue| queue.items);
-        let batches = [retry_nowait, split_batches].into_iter().flat_map(|queue| queue.batches);
+        let batches = [retry_nowait, split_batches].into_iter().flat_map(|queue| queue.items);
         items.map(|(item, _)| item).chain(batches.flat_map(|(batch, _)| batch.items))
     }
 }
