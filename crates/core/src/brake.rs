@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::order::{Deadline, Timestamp};
-pub use provider::{ProviderCounts, UsualAnswers, provider_trip};
+pub use provider::{ProviderCounts, provider_trip};
 pub use share::{Evidence, OtherWorkers, PaidShare, Woken};
 pub use window::{Usual, Window, foreseen_of_gap, unforeseen};
 

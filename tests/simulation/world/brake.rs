@@ -5,9 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use order_timeout_core::brake::{
-    Bounds, Counts, Limits, Minute, MinuteCounts, Usual, UsualAnswers, Window, minute_of, unforeseen,
-};
+use order_timeout_core::brake::{Bounds, Counts, Limits, Minute, MinuteCounts, Usual, Window, minute_of, unforeseen};
 use order_timeout_core::engine::Input;
 use order_timeout_core::order::Timestamp;
 
@@ -31,7 +29,7 @@ pub struct BrakeSetup {
 impl BrakeSetup {
     fn usual(&self) -> Usual {
         let (closes_per_minute, paid_share) = (Some(self.closes_per_minute), Some(self.paid_share));
-        Usual { closes_per_minute, paid_share, answers: UsualAnswers { paid_share } }
+        Usual { closes_per_minute, paid_share, paid_at_provider: paid_share }
     }
 }
 

@@ -33,13 +33,6 @@ impl ProviderCounts {
     }
 }
 
-/// What share of orders is usually found paid at the provider.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct UsualAnswers {
-    /// `None` if it is not known.
-    pub paid_share: Option<f64>,
-}
-
 /// Fewer orders tell nothing.
 pub(super) const LEAST_ANSWERS: u64 = 100;
 /// More than two thirds without an answer is most. Where one of two providers that have half of the orders each is dead, it is
@@ -49,10 +42,10 @@ const MOST: f64 = 2.0 / 3.0;
 const TIMES_USUAL_PAID: f64 = 5.0;
 const LEAST_PAID: f64 = 0.3;
 
-/// Judges the answers; `None` if they are too few, or as usual.
+/// Judges the answers; `None` if they are too few, or as usual. `usual_paid`: [`super::Usual::paid_at_provider`].
 #[must_use]
 #[allow(clippy::cast_precision_loss)] // small numbers
-pub fn provider_trip(counts: &ProviderCounts, usual: &UsualAnswers) -> Option<Trip> {
+pub fn provider_trip(counts: &ProviderCounts, usual_paid: Option<f64>) -> Option<Trip> {
     let ProviderCounts { asked, paid, unknown } = *counts;
     if asked < LEAST_ANSWERS {
         return None;
@@ -63,7 +56,7 @@ pub fn provider_trip(counts: &ProviderCounts, usual: &UsualAnswers) -> Option<Tr
             "of the last {asked} orders, the payment provider gave no usable answer about {unknown}: is it reachable, and are its keys right?"
         )));
     }
-    let usual = usual.paid_share?;
+    let usual = usual_paid?;
     (share(paid) > (usual * TIMES_USUAL_PAID).max(LEAST_PAID)).then(|| {
         Trip(format!(
             "of the last {asked} orders that fell due unpaid, the payment provider says that {paid} are paid, and usually it is {:.1} %: do its callbacks arrive?",

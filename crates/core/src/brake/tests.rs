@@ -71,7 +71,7 @@ fn minutes_of_wrong_clock_are_not_judged() {
         answers: ProviderCounts { asked: 9_000, paid: 9_000, unknown: 0 },
         ..Default::default()
     };
-    let usual = Usual { answers: UsualAnswers { paid_share: Some(0.1) }, ..usual(300, 700) };
+    let usual = Usual { paid_at_provider: Some(0.1), ..usual(300, 700) };
     let judge = |now| Window { minutes: &[ahead], now, resumed_in: Some(9_999) }.judge(&usual, &BOUNDS);
     assert!(judge(10_060).is_err(), "while the clock was an hour ahead");
     assert_eq!(judge(10_000), Ok(Some(1_501)), "it was set back, and closing was resumed");
@@ -106,8 +106,7 @@ fn other_workers_counts_are_taken_once() {
 
 #[test]
 fn providers_answers_trip() {
-    let usual = UsualAnswers { paid_share: Some(0.02) };
-    let trips = |asked, paid, unknown| provider_trip(&ProviderCounts { asked, paid, unknown }, &usual).is_some();
+    let trips = |asked, paid, unknown| provider_trip(&ProviderCounts { asked, paid, unknown }, Some(0.02)).is_some();
     assert!(trips(100, 0, 67), "unknown for most");
     assert!(!trips(100, 0, 60), "one of two providers is dead");
     assert!(trips(100, 31, 0), "callbacks are missing");
@@ -135,7 +134,7 @@ fn unknown_for_minutes_trips() {
 #[test]
 fn provider_that_says_paid_trips() {
     let usual = Usual::of(&answers(8_000..=9_900, 10, 1, 0), 10_000);
-    assert_eq!(usual.answers.paid_share, Some(0.1));
+    assert_eq!(usual.paid_at_provider, Some(0.1));
     let missing = answers(9_999..=10_000, 60, 40, 10);
     let trip = judge(&missing, &usual).unwrap_err();
     assert!(trip.0.contains("80 are paid") && trip.0.contains("usually it is 10.0 %"), "{trip:?}");

@@ -6,7 +6,7 @@
 use std::ops::RangeBounds;
 
 use super::provider::LEAST_ANSWERS;
-use super::{Bounds, Minute, MinuteCounts, ProviderCounts, Trip, UsualAnswers, Woken, provider_trip};
+use super::{Bounds, Minute, MinuteCounts, ProviderCounts, Trip, Woken, provider_trip};
 
 /// How many minutes with closes make known what is usual.
 const LEAST_MINUTES: usize = 60;
@@ -32,8 +32,8 @@ pub struct Usual {
     pub closes_per_minute: Option<f64>,
     /// The share of paid orders among those that alarms wake; `None` if it is not known.
     pub paid_share: Option<f64>,
-    /// What payment providers answer.
-    pub answers: UsualAnswers,
+    /// The share of orders that payment providers say are paid; `None` if it is not known.
+    pub paid_at_provider: Option<f64>,
 }
 
 impl Usual {
@@ -52,11 +52,7 @@ impl Usual {
         let mut asked = ProviderCounts::default();
         earlier().for_each(|one| asked.add(&one.answers));
         let paid_at_provider = (asked.asked >= LEAST_ASKED).then(|| asked.paid as f64 / asked.asked as f64);
-        Self {
-            closes_per_minute,
-            paid_share: woken.usual_share(),
-            answers: UsualAnswers { paid_share: paid_at_provider },
-        }
+        Self { closes_per_minute, paid_share: woken.usual_share(), paid_at_provider }
     }
 
     /// The most closes in a minute that need not have been foreseen; `None` while the usual number is not known.
@@ -131,7 +127,7 @@ impl Window<'_> {
             all.add(&one.answers);
             unknown += 1;
         }
-        if unknown == UNKNOWN_FOR { provider_trip(&all, &UsualAnswers::default()) } else { None }
+        if unknown == UNKNOWN_FOR { provider_trip(&all, None) } else { None }
     }
 
     /// The newest minutes that have enough orders together about which something is known.
@@ -152,7 +148,7 @@ impl Window<'_> {
                 break;
             }
         }
-        provider_trip(&answered, &usual.answers)
+        provider_trip(&answered, usual.paid_at_provider)
     }
 
     /// The orders that alarms woke in these minutes.

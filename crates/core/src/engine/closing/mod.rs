@@ -1,13 +1,12 @@
 //! The closing protocol with a payment provider: an order that is unpaid and due is claimed (`closing`), its attempts to
 //! pay are asked about and cancelled at the provider, and only then it is closed, settled as paid, or left to a person.
-//! `attempt.rs` holds the answer table, `answer_counts.rs` what the brake is told of answers, `claimed_order.rs` what all attempts of an order mean together, `end_queue.rs`
+//! `attempt.rs` holds the answer table, `claimed_order.rs` what all attempts of an order mean together, `end_queue.rs`
 //! what waits for a statement, `types.rs` what goes in and out.
 //!
 //! Pure, like the whole engine. Keeps nothing that a crash may lose: an order that waits does so in the table
 //! `close_attempts`, and comes back from there, to this worker or to another. An alarm is acknowledged as soon as its
 //! order is claimed.
 
-mod answer_counts;
 mod attempt;
 mod claimed_order;
 mod end_queue;
@@ -18,7 +17,6 @@ use std::time::Duration;
 
 use crate::brake::ProviderCounts;
 use crate::order::{CloseError, OrderId, Timestamp};
-use answer_counts::AnswerCounts;
 use claimed_order::{ClaimedOrder, OrderVerdict};
 use end_queue::EndQueue;
 pub use types::{
@@ -86,7 +84,8 @@ pub(super) struct Closing {
     failures: u32,
     draining: bool,
     is_paused: bool,
-    answers: AnswerCounts,
+    /// What providers answered about orders, for the brake: each order once, with its first verdict.
+    answers: ProviderCounts,
 }
 
 impl Closing {
@@ -106,7 +105,7 @@ impl Closing {
             failures: 0,
             draining: false,
             is_paused: false,
-            answers: AnswerCounts::default(),
+            answers: ProviderCounts::default(),
         }
     }
 
@@ -117,7 +116,7 @@ impl Closing {
 
     /// What providers answered since the last call.
     pub fn take_answer_counts(&mut self) -> ProviderCounts {
-        self.answers.take()
+        std::mem::take(&mut self.answers)
     }
 
     /// Orders were claimed: they wait to be taken over.
@@ -314,7 +313,7 @@ impl Closing {
         let Some(verdict) = order.claimed.verdict() else { return };
         let (rounds, has_waited) = (order.claimed.claim.rounds, order.claimed.claim.has_waited);
         if !std::mem::replace(&mut order.is_counted, true) {
-            self.answers.note(&order.claimed.claim, &verdict);
+            note_answer(&mut self.answers, &order.claimed.claim, &verdict);
         }
         match verdict {
             OrderVerdict::Close { closed } => self.end_with(id, now, |ending| End::Close(Ending { closed, ..ending })),
@@ -470,6 +469,16 @@ impl Closing {
             self.resume_at = self.resume_at.min(end.until.max(now));
         }
         self.note_room(now);
+    }
+}
+
+/// The first verdict about an order that was asked about. An order whose provider was not asked, because its circuit
+/// breaker was open, is without an answer, too.
+fn note_answer(answers: &mut ProviderCounts, claim: &Claim, verdict: &OrderVerdict) {
+    if claim.rounds == 0 && !claim.has_waited && !claim.attempts.is_empty() {
+        answers.asked += 1;
+        answers.paid += u64::from(matches!(verdict, OrderVerdict::SettlePaid { .. }));
+        answers.unknown += u64::from(matches!(verdict, OrderVerdict::AskAgain { .. }));
     }
 }
 
