@@ -43,38 +43,10 @@ pub enum WheelPlacement {
     },
 }
 
-/// Why a set of rings cannot make a wheel.
+/// Why a set of rings cannot make a wheel, as one sentence.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum WheelError {
-    /// There is no ring at all.
-    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 22 }}")]
-    NoRings,
-    /// The unit or the number of slots of the ring with this name is out of bounds.
-    #[error("ring {0} needs a unit of at least 100 ms and between 6 and 1000 slots")]
-    BadRing(String),
-    /// A ring's unit is not longer than that of the ring before it.
-    #[error("ring {coarse} must have a longer unit than ring {fine}: list the rings from fine to coarse")]
-    NotAscending {
-        /// The name of the ring before.
-        fine: String,
-        /// The name of the ring that comes after it and is not coarser.
-        coarse: String,
-    },
-    /// A ring does not reach far enough for what the next coarser ring releases.
-    #[error(
-        "ring {fine} reaches {reach:?}, not beyond the {needed:?} that ring {coarse} hands over at once; give ring {fine} more slots, or an alarm re-armed from {coarse} would fall back into it"
-    )]
-    Gap {
-        /// The name of the ring that needs more slots.
-        fine: String,
-        /// The name of the next coarser ring.
-        coarse: String,
-        /// How far ahead a slot of the fine ring may be written: 5/6 · slots · unit.
-        reach: Duration,
-        /// What that must exceed: the coarse unit, plus the coarse ring's `early` less the fine ring's.
-        needed: Duration,
-    },
-}
+#[error("{0}")]
+pub struct WheelError(String);
 
 /// All rings, finest first. In a wheel that [`Wheel::new`] accepts no alarm can loop, and a slot's next lap is written
 /// only after its last one should have left.
@@ -146,25 +118,33 @@ impl Wheel {
     /// [`WheelError`] if an alarm could loop between two rings, or a slot's next lap could be written before its last
     /// one should have left.
     pub fn new(rings: Vec<Ring>) -> Result<Self, WheelError> {
+        let refuse = |why: String| Err(WheelError(why));
         if rings.is_empty() {
-            return Err(WheelError::NoRings);
+            return refuse(
+                "delay.rings is empty; keep at least one ring, such as { unit = \"5s\", slots = 22 }".to_owned(),
+            );
         }
-        for ring in &rings {
-            if ring.unit < Duration::from_millis(100) || !(6..=1_000).contains(&ring.slots) {
-                return Err(WheelError::BadRing(ring.name.clone()));
+        for Ring { name, unit, slots, .. } in &rings {
+            if *unit < Duration::from_millis(100) || !(6..=1_000).contains(slots) {
+                return refuse(format!("ring {name} needs a unit of at least 100 ms and between 6 and 1000 slots"));
             }
         }
         for pair in rings.windows(2) {
             let (fine, coarse) = (&pair[0], &pair[1]);
             if fine.unit >= coarse.unit {
-                return Err(WheelError::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
+                return refuse(format!(
+                    "ring {} must have a longer unit than ring {}: list the rings from fine to coarse",
+                    coarse.name, fine.name
+                ));
             }
             // When a coarse slot is released, its alarms are due at most one coarse unit plus its margin later; and a
             // ring's reach is counted from its own margin on.
-            let needed = coarse.unit.saturating_add(coarse.early.saturating_sub(fine.early));
-            if fine.reach() <= needed {
-                let (fine_name, coarse_name) = (fine.name.clone(), coarse.name.clone());
-                return Err(WheelError::Gap { fine: fine_name, coarse: coarse_name, reach: fine.reach(), needed });
+            let (reach, needed) = (fine.reach(), coarse.unit.saturating_add(coarse.early.saturating_sub(fine.early)));
+            if reach <= needed {
+                let (fine, coarse) = (&fine.name, &coarse.name);
+                return refuse(format!(
+                    "ring {fine} reaches {reach:?}, not beyond the {needed:?} that ring {coarse} hands over at once; give ring {fine} more slots, or an alarm re-armed from {coarse} would fall back into it"
+                ));
             }
         }
         Ok(Self { rings })
@@ -229,16 +209,6 @@ impl Wheel {
             Some(ring) => self.slot(ring, self.rings[ring].first_unit_from(wake_at), now),
             None => self.furthest_slot(now),
         }
-    }
-
-    /// Where a message waits that tests one ring: its first slot that is released at `wake_at` or later. `wake_at` is
-    /// at most a unit of that ring away.
-    ///
-    /// # Panics
-    /// If `ring` is not an index into [`Wheel::rings`].
-    #[must_use]
-    pub fn place_in_ring(&self, ring: usize, wake_at: Timestamp, now: Timestamp) -> WheelPlacement {
-        self.slot(ring, self.rings[ring].first_unit_from(wake_at), now)
     }
 
     fn furthest_slot(&self, now: Timestamp) -> WheelPlacement {
