@@ -6,7 +6,6 @@ use std::time::Duration;
 use anyhow::ensure;
 use hdrhistogram::Histogram;
 use order_timeout_amqp::connect;
-use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::linux;
@@ -228,7 +227,7 @@ async fn publish(
         scheduler.schedule_all(alarms).await?;
         let took = Timestamp::now_by_local_clock().since(begin);
         if let Some(lane) = plan.lane.filter(|_| env.settings.delay.strategy == Strategy::DeadLetter) {
-            ensure_by_lane(lane, Lanes::from(&env.settings.delay).tolerance(), plan.ahead, took)?;
+            ensure_by_lane(lane, env.settings.delay.tolerance(), plan.ahead, took)?;
         }
         ensure_all_waiting(env, plan, begin).await?;
         return Ok(Duration::ZERO);

@@ -2,12 +2,12 @@
 //!
 //! Chooses no delay: the lanes do.
 
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::envelope::{self, Route};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::Publisher;
-use order_timeout_core::alarm::Returns;
-use order_timeout_core::delay::Lanes;
+use order_timeout_core::alarm::DeliveredAlarm;
+use order_timeout_core::delay::DelaySettings;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
@@ -24,7 +24,7 @@ pub enum Scheduler {
     /// The publisher of AMQP takes no trace context from a shop, so the header is written here.
     Traced {
         confirmed: ConfirmedPublisher,
-        lanes: Lanes,
+        delay: DelaySettings,
         names: Names,
     },
 }
@@ -36,7 +36,7 @@ impl Scheduler {
         }
         Ok(Self::Traced {
             confirmed: ConfirmedPublisher::connect(&env.settings.amqp, "load").await?,
-            lanes: Lanes::from(&env.settings.delay),
+            delay: env.settings.delay.clone(),
             names: env.settings.names(),
         })
     }
@@ -44,14 +44,13 @@ impl Scheduler {
     pub async fn schedule_all(&self, alarms: Vec<OrderDeadline>) -> anyhow::Result<()> {
         match self {
             Self::Publisher(publisher) => Ok(publisher.schedule_all(alarms).await?),
-            Self::Traced { confirmed, lanes, names } => {
+            Self::Traced { confirmed, delay, names } => {
                 let messages = alarms.into_iter().map(|(order_id, deadline)| {
                     let now = Timestamp::now_by_local_clock();
-                    let placement = lanes.place(&order_id, deadline, now);
+                    let placement = delay.place(&order_id, deadline, now);
                     let route = Route::to(&placement, &Kind::ORDER, names);
-                    let (traceparent, returns) = (Some(trace_context()), Returns::default());
-                    let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent, returns };
-                    envelope::address(&Alarm::new(order_id, deadline), route, headers)
+                    let alarm = Alarm::new(order_id, deadline).into();
+                    envelope::address(DeliveredAlarm { traceparent: Some(trace_context()), ..alarm }, route, now)
                 });
                 confirmed.publish_all(messages).await.into_iter().try_for_each(|sent| sent.map_err(Into::into))
             }

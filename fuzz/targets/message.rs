@@ -5,7 +5,7 @@
 use lapin::BasicProperties;
 use lapin::protocol::basic::parse_properties;
 use order_timeout::deliver::read;
-use order_timeout_amqp::envelope::{AlarmHeaders, Route, address};
+use order_timeout_amqp::envelope::{Route, address};
 use order_timeout_amqp::publisher::properties;
 use order_timeout_amqp::topology::Names;
 use order_timeout_core::alarm::{DeadLetter, DeliveredAlarm};
@@ -44,9 +44,8 @@ fn is_the_same_when_sent_again(alarm: DeliveredAlarm) {
     // As the rearmer sends it: its counter fits into an AMQP integer, and times before 1970 have no timestamp.
     let attempt = alarm.attempt.min(i32::MAX.unsigned_abs());
     let first_published_at = alarm.first_published_at.unwrap_or(Timestamp::from_unix_micros(0));
-    let stamp =
-        AlarmHeaders { attempt, first_published_at, traceparent: alarm.traceparent.clone(), returns: alarm.returns };
-    let message = address(&alarm.alarm, Route::to(&Placement::Inbox, &alarm.alarm.kind, &Names::new("order")), stamp);
+    let route = Route::to(&Placement::Inbox, &alarm.alarm.kind, &Names::new("order"));
+    let message = address(DeliveredAlarm { attempt, ..alarm.clone() }, route, first_published_at);
     assert!(message.body.len() <= MAX_BODY_BYTES);
     let properties = properties(&message).expect("an alarm that could be read can be sent");
     let again = read(&message.body, &properties).expect("an alarm that was sent can be read");

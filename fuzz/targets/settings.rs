@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use order_timeout_amqp::topology::{Argument, Destination, Topology};
-use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::wheel::{Wheel, WheelPlacement};
 use order_timeout_core::message::LONGEST_TTL;
 use order_timeout_core::order::{OrderId, Timestamp};
@@ -75,11 +74,11 @@ fn settings_are_usable(settings: &Settings) {
     assert!(!format!("{settings:?}").contains(settings.amqp.url.expose_secret()), "an address in the debug form");
     broker_accepts_topology(settings, &settings.topology());
 
-    let (wheel, lanes) = (settings.delay.wheel().expect("accepted rings mesh"), Lanes::from(&settings.delay));
+    let wheel = settings.delay.wheel().expect("accepted rings mesh");
     let id = OrderId::new("1").expect("an id");
     for now in [i64::MIN, 0, 1_800_000_000_000_000, i64::MAX].map(Timestamp::from_unix_micros) {
         for due in [now, now + Duration::from_secs(1_800), now + settings.delay.max_delay] {
-            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.place(&id, due, now));
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), settings.delay.place(&id, due, now));
         }
     }
     for now in [0, 1_800_000_000_000_000, 1_800_000_000_000_001].map(Timestamp::from_unix_micros) {

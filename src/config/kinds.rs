@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use order_timeout_core::delay::{KindLanes, Lane, Lanes};
+use order_timeout_core::delay::{KindLanes, Lane};
 use order_timeout_core::duration;
 use order_timeout_core::kind::Kind;
 use serde::Deserialize;
@@ -178,7 +178,7 @@ impl Settings {
     /// The lanes of each kind.
     #[must_use]
     pub fn lanes(&self) -> KindLanes {
-        KindLanes::new(Lanes::from(&self.delay), self.lanes_of_other_kinds())
+        KindLanes::new(self.delay.clone(), self.lanes_of_other_kinds())
     }
 
     /// The lanes of the kinds besides the default one, whose lanes are `delay.lanes`.
@@ -212,7 +212,7 @@ impl Settings {
                 table.validate().map_err(|(name, why)| SettingsError::of(&key_of(kind, &name), why))?;
             }
         }
-        self.lanes().validate(self.delay.max_delay)?;
+        self.lanes().validate()?;
         self.validate_served_kinds()
     }
 

@@ -5,7 +5,6 @@
 use std::collections::BTreeSet;
 
 use order_timeout_client::Publisher;
-use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::testing::{DELAYS_MS, Setup, check_alarm_arrives, check_no_alarm_loops};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
@@ -458,11 +457,10 @@ fn extreme_value() -> impl Strategy<Value = String> {
 fn build(settings: &Settings) {
     let wheel = settings.delay.wheel().expect("accepted rings mesh");
     assert!(!settings.topology().definitions("v").is_null());
-    let lanes = Lanes::from(&settings.delay);
     let id = OrderId::new("1").unwrap();
     for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(Timestamp::from_unix_micros) {
         for due in [now, now + settings.delay.max_delay, Timestamp::from_unix_micros(i64::MAX)] {
-            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.place(&id, due, now));
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), settings.delay.place(&id, due, now));
         }
     }
     for now in [0, 4_000_000_000_000_000].map(Timestamp::from_unix_micros) {

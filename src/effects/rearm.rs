@@ -9,10 +9,10 @@ use std::iter;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, Route};
+use order_timeout_amqp::envelope::{self, Delay, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing, PublishError};
 use order_timeout_amqp::topology::Names;
-use order_timeout_core::alarm::{Rearm, Receipt, Returns, Wanted};
+use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::delay::wheel::Wheel;
 use order_timeout_core::delay::{Placement, Strategy};
@@ -184,18 +184,15 @@ impl Rearmer {
     }
 
     fn message(&self, rearm: &Rearm, placement: &Placement, now: Timestamp) -> Outgoing {
-        let alarm = &rearm.alarm;
+        let mut alarm = rearm.alarm.clone();
         let route = Route::to(placement, &alarm.alarm.kind, &self.names);
-        let due_at = match route.delay {
+        alarm.returns.due_at = match route.delay {
             Delay::None => None,
             Delay::Ttl(ttl) => Some(now + ttl),
             Delay::XDelayMs(delay_ms) => Some(now + Duration::from_millis(delay_ms)),
         };
-        let returns = Returns { due_at, ..alarm.returns };
-        let (first_published_at, traceparent) = (alarm.first_published_at.unwrap_or(now), alarm.traceparent.clone());
-        let headers = AlarmHeaders { attempt: alarm.attempt, first_published_at, traceparent, returns };
         let sender_declares_queue = matches!(placement, Placement::Slot { .. });
-        Outgoing { sender_declares_queue, ..envelope::address(&alarm.alarm, route, headers) }
+        Outgoing { sender_declares_queue, ..envelope::address(alarm, route, now) }
     }
 }
 

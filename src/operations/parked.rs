@@ -3,10 +3,9 @@
 //! A row is deleted only after its new alarm is confirmed. What cannot be sent stays, with the reason. Who retried or
 //! dropped them, and why, is recorded in the same transaction.
 
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::envelope::{self, Route};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::Names;
-use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Placement;
 use order_timeout_core::message::{Alarm, MAX_BODY_BYTES};
 use order_timeout_core::order::Timestamp;
@@ -130,7 +129,9 @@ pub async fn retry_parked(
         }
         let mut messages = Vec::with_capacity(readable.len());
         for (.., alarm) in &readable {
-            messages.push(envelope::address(alarm, Route::to(&Placement::Inbox, &alarm.kind, names), headers()));
+            let route = Route::to(&Placement::Inbox, &alarm.kind, names);
+            // As of a new alarm.
+            messages.push(envelope::address(alarm.clone().into(), route, Timestamp::now_by_local_clock()));
         }
         let results = confirmed.publish_all(messages).await;
         let mut published = Vec::new();
@@ -151,10 +152,4 @@ fn readable_alarm(row: &Parked) -> Result<Alarm, String> {
         // The row has only the beginning of a body that was too large; its parse error would be misleading.
         if row.body.len() >= MAX_BODY_BYTES { row.detail.clone() } else { fault.to_string() }
     })
-}
-
-/// As of a new alarm.
-fn headers() -> AlarmHeaders {
-    let first_published_at = Timestamp::now_by_local_clock();
-    AlarmHeaders { attempt: 0, first_published_at, traceparent: None, returns: Returns::default() }
 }

@@ -5,11 +5,11 @@
 
 use std::time::Duration;
 
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::envelope::{self, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::postgres::Timestamptz;
-use order_timeout_core::alarm::Returns;
+use order_timeout_core::alarm::DeliveredAlarm;
 use order_timeout_core::delay::KindLanes;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
@@ -137,6 +137,5 @@ fn message(names: &Names, lanes: &KindLanes, row: &PgRow) -> Result<Option<Outgo
 
 fn alarm(names: &Names, lanes: &KindLanes, alarm: Alarm, now: Timestamp, traceparent: Option<String>) -> Outgoing {
     let route = Route::to(&lanes.place(&alarm.kind, &alarm.order_id, alarm.deadline, now), &alarm.kind, names);
-    let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent, returns: Returns::default() };
-    envelope::address(&alarm, route, headers)
+    envelope::address(DeliveredAlarm { traceparent, ..alarm.into() }, route, now)
 }

@@ -13,11 +13,9 @@ use order_timeout::Settings;
 use order_timeout::deliver::{OpenError, Opening, Session};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect::{self, BrokerError};
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, LONGEST_X_DELAY_MS, Route};
+use order_timeout_amqp::envelope::{self, Delay, LONGEST_X_DELAY_MS, Route};
 use order_timeout_amqp::topology::{DUE_KEY, TopologyError};
 use order_timeout_client::ConnectError;
-use order_timeout_core::alarm::Returns;
-use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
@@ -231,7 +229,6 @@ fn longest_delay_does_not_fire_immediately() {
 fn delay_beyond_plugin_limit_is_capped() {
     let mut settings = Settings::defaults();
     settings.delay.strategy = Strategy::DelayedExchange;
-    let lanes = Lanes::from(&settings.delay);
     let now = Timestamp::now_by_local_clock();
     let id = order_timeout_core::order::OrderId::new("order-1").unwrap();
     let lead = settings.delay.lead;
@@ -245,14 +242,10 @@ fn delay_beyond_plugin_limit_is_capped() {
         (lead + longest + Duration::from_millis(1), longest),
         (3_649 * DAY, longest),
     ] {
-        let route = Route::to(&lanes.place(&id, now + remaining, now), &Kind::ORDER, &settings.names());
+        let route = Route::to(&settings.delay.place(&id, now + remaining, now), &Kind::ORDER, &settings.names());
         assert_eq!(route.delay, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
         let due = Alarm::new(id.clone(), now + remaining);
-        let message = envelope::address(
-            &due,
-            route,
-            AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() },
-        );
+        let message = envelope::address(due.into(), route, now);
         assert!(!message.mandatory, "a delayed message reaches no queue yet and would be returned");
         assert_eq!(message.ttl, None);
         let header = message.headers.iter().find(|(name, _)| *name == "x-delay").map(|(_, value)| value);

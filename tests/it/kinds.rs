@@ -6,11 +6,10 @@ use lapin::BasicProperties;
 use order_timeout::Settings;
 use order_timeout::config::kinds::{KindSettings, Names as Columns, TableSettings};
 use order_timeout::http::READYZ;
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::envelope::{self, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
 use order_timeout_amqp::topology::{DUE_KEY, Names};
 use order_timeout_client::postgres::NewAlarm;
-use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Placement;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
@@ -273,9 +272,7 @@ fn dead_letters_keep_key_of_kind() {
         let message = |kind: &Kind, slot: u16, mandatory_in: &Names| {
             let alarm = Alarm { kind: kind.clone(), order_id: OrderId::new("7").unwrap(), deadline: now + SECOND };
             let placement = Placement::Slot { ring: "1s-12".into(), slot, ttl: Duration::from_millis(200) };
-            let headers =
-                AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
-            envelope::address(&alarm, Route::to(&placement, kind, mandatory_in), headers)
+            envelope::address(alarm.into(), Route::to(&placement, kind, mandatory_in), now)
         };
         for kind in [&Kind::ORDER, &acceptance] {
             confirmed.publish(message(kind, 3, &names)).await.unwrap();

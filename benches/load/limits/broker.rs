@@ -14,10 +14,9 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, PublisherConfirm};
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, Route};
+use order_timeout_amqp::envelope::{self, Delay, Route};
 use order_timeout_amqp::publisher::{self, Outgoing, WINDOW};
 use order_timeout_amqp::topology::{DUE_KEY, Names, declare_slots};
-use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
@@ -137,11 +136,7 @@ pub fn alarm(deadline: Timestamp) -> Alarm {
 
 /// The message for an alarm that enters the broker for the first time, exactly as ours.
 pub fn fresh(alarm: &Alarm, entry: Route, now: Timestamp) -> Outgoing {
-    envelope::address(
-        alarm,
-        entry,
-        AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() },
-    )
+    envelope::address(alarm.clone().into(), entry, now)
 }
 
 /// How many confirms may be outstanding.

@@ -11,7 +11,6 @@ use order_timeout_amqp::connect;
 use order_timeout_amqp::envelope::Route;
 use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_client::Publisher;
-use order_timeout_core::delay::Lanes;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
@@ -137,10 +136,10 @@ fn median(mut rates: Vec<f64>) -> f64 {
 /// The messages that `schedule` publishes, created like there: one by one while the clock runs, from existing ids and
 /// deadlines.
 fn messages(env: &BenchEnv<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
-    let (lanes, names) = (Lanes::from(&env.settings.delay), env.settings.names());
+    let (delay, names) = (env.settings.delay.clone(), env.settings.names());
     alarms(orders).into_iter().map(move |(order_id, deadline)| {
         let now = Timestamp::now_by_local_clock();
-        let route = Route::to(&lanes.place(&order_id, deadline, now), &Kind::ORDER, &names);
+        let route = Route::to(&delay.place(&order_id, deadline, now), &Kind::ORDER, &names);
         fresh(&Alarm::new(order_id, deadline), route, now)
     })
 }

@@ -10,11 +10,11 @@ use uuid::Uuid;
 
 use crate::publisher::Outgoing;
 use crate::topology::Names;
-use order_timeout_core::alarm::Returns;
+use order_timeout_core::alarm::DeliveredAlarm;
 use order_timeout_core::delay::Placement;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{
-    ALARM_TYPE, Alarm, CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT,
+    ALARM_TYPE, CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT,
 };
 use order_timeout_core::order::Timestamp;
 
@@ -96,26 +96,12 @@ pub fn text_header(name: &'static str, value: String) -> (&'static str, AMQPValu
     (name, AMQPValue::LongString(value.into()))
 }
 
-/// What a message says about an alarm besides its body.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AlarmHeaders {
-    /// Header `attempt`: failures so far; re-arming does not count.
-    pub attempt: u32,
-    /// AMQP property `timestamp`: when the alarm, not this message, was first published. Limits how long a missing
-    /// order is retried.
-    pub first_published_at: Timestamp,
-    /// Header `traceparent`: the W3C trace context of the publisher that scheduled the alarm, if it sent one.
-    pub traceparent: Option<String>,
-    /// Headers `returns-at` and `early-returns`; the default writes neither.
-    pub returns: Returns,
-}
-
 /// Makes a new message with an id of its own: without `x-death` and old `x-delay`, so that the broker cannot take it
-/// for a routing cycle.
+/// for a routing cycle. `now`: the time of an alarm that was never published before.
 #[must_use]
-pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outgoing {
-    let mut headers =
-        vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(alarm_headers.attempt).unwrap_or(i32::MAX)))];
+pub fn address(alarm: DeliveredAlarm, route: Route, now: Timestamp) -> Outgoing {
+    let DeliveredAlarm { alarm, attempt, first_published_at, traceparent: context, returns } = alarm;
+    let mut headers = vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(attempt).unwrap_or(i32::MAX)))];
     headers.extend(route.key_after_delay.map(carbon_copy));
     let mut ttl = None;
     match route.delay {
@@ -123,16 +109,14 @@ pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outg
         Delay::Ttl(duration) => ttl = Some(duration),
         Delay::XDelayMs(delay_ms) => headers.push(x_delay(delay_ms)),
     }
-    if let Some(due_at) = alarm_headers.returns.due_at {
+    if let Some(due_at) = returns.due_at {
         headers.push((HEADER_RETURNS_AT, AMQPValue::LongLongInt(due_at.unix_micros() / 1_000)));
     }
-    if alarm_headers.returns.early > 0 {
-        let early = i32::try_from(alarm_headers.returns.early).unwrap_or(i32::MAX);
+    if returns.early > 0 {
+        let early = i32::try_from(returns.early).unwrap_or(i32::MAX);
         headers.push((HEADER_EARLY_RETURNS, AMQPValue::LongInt(early)));
     }
-    if let Some(context) = alarm_headers.traceparent {
-        headers.push(traceparent(context));
-    }
+    headers.extend(context.map(traceparent));
     Outgoing {
         exchange: route.exchange,
         routing_key: route.routing_key,
@@ -140,7 +124,8 @@ pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outg
         message_id: Uuid::now_v7().to_string(),
         message_type: ALARM_TYPE.to_owned(),
         content_type: CONTENT_TYPE,
-        timestamp_s: u64::try_from(alarm_headers.first_published_at.unix_micros() / 1_000_000).unwrap_or(0),
+        // Of the alarm, not of this message: it limits how long a missing order is retried.
+        timestamp_s: u64::try_from(first_published_at.unwrap_or(now).unix_micros() / 1_000_000).unwrap_or(0),
         ttl,
         headers,
         // The plugin does not route a message while it delays it, so a mandatory message would always be returned.

@@ -158,8 +158,8 @@ impl Topology {
         match strategy {
             Strategy::DeadLetter => {
                 topology.exchange(names.delay(), "direct");
-                for (kind, lanes) in lanes.iter() {
-                    topology.add_lanes(names, kind, &lanes.lanes, lanes.shards);
+                for (kind, delay) in lanes.iter() {
+                    topology.add_lanes(names, kind, &delay.lanes, delay.lane_shards);
                 }
                 topology.exchange(names.wheel(), "direct");
             }

@@ -7,11 +7,10 @@ mod builder;
 mod error;
 
 use order_timeout_amqp::connect;
-use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::envelope::{self, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::{Names, require_alarm_exchanges};
 use order_timeout_core::InvalidSetting;
-use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::KindLanes;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
@@ -93,7 +92,7 @@ impl Publisher {
         builder.validate()?;
         let (amqp, names) = (&builder.amqp, Names::new(&builder.namespace));
         let connecting = async {
-            require_alarm_exchanges(amqp, &names, builder.lanes.strategy).await?;
+            require_alarm_exchanges(amqp, &names, builder.delay.strategy).await?;
             ConfirmedPublisher::connect(amqp, CONNECTION_NAME).await
         };
         let confirmed = connect::within_connect_timeout(amqp, connecting).await?;
@@ -107,8 +106,8 @@ impl Publisher {
     }
 
     fn over(builder: &PublisherBuilder, target: Target) -> Self {
-        let PublisherBuilder { namespace, max_delay, .. } = builder;
-        Self { target, names: Names::new(namespace), lanes: builder.lanes_by_kind(), max_delay: *max_delay }
+        let PublisherBuilder { namespace, delay, .. } = builder;
+        Self { target, names: Names::new(namespace), lanes: builder.lanes_by_kind(), max_delay: delay.max_delay }
     }
 
     /// A publisher that only records what is scheduled.
@@ -242,8 +241,6 @@ impl Publisher {
         let now = Timestamp::now_by_local_clock();
         let placement = self.lanes.place(&alarm.kind, &alarm.order_id, alarm.deadline, now);
         let route = Route::to(&placement, &alarm.kind, &self.names);
-        let headers =
-            AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
-        envelope::address(alarm, route, headers)
+        envelope::address(alarm.clone().into(), route, now)
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::topology::Names;
 use order_timeout_core::InvalidSetting;
-use order_timeout_core::delay::{DelaySettings, KindLanes, Lane, Lanes, Strategy};
+use order_timeout_core::delay::{DelaySettings, KindLanes, Lane, Strategy};
 use order_timeout_core::kind::Kind;
 
 use super::{ConnectError, Publisher};
@@ -22,10 +22,9 @@ const DAY: Duration = Duration::from_secs(86_400);
 pub struct PublisherBuilder {
     pub(super) amqp: AmqpSettings,
     pub(super) namespace: String,
-    pub(super) lanes: Lanes,
-    /// Those of the kinds besides the default one.
+    pub(super) delay: DelaySettings,
+    /// The lanes of the kinds besides the default one.
     kinds: BTreeMap<Kind, Vec<Lane>>,
-    pub(super) max_delay: Duration,
 }
 
 impl PublisherBuilder {
@@ -40,13 +39,15 @@ impl PublisherBuilder {
             connect_timeout: Duration::from_secs(5),
             confirm_timeout: Duration::from_secs(5),
         };
-        let lanes = Lanes {
+        let delay = DelaySettings {
             strategy: Strategy::DeadLetter,
             lanes: vec![Lane::from(Duration::from_secs(30 * 60))],
-            shards: 4,
+            lane_shards: 4,
             lead: Duration::from_secs(20),
+            max_delay: 3_650 * DAY,
+            rings: Vec::new(),
         };
-        Self { amqp, namespace: "order".to_owned(), lanes, kinds: BTreeMap::new(), max_delay: 3_650 * DAY }
+        Self { amqp, namespace: "order".to_owned(), delay, kinds: BTreeMap::new() }
     }
 
     /// A publisher with the settings of a worker: for programs that load the worker's configuration.
@@ -58,8 +59,8 @@ impl PublisherBuilder {
         delay: &DelaySettings,
         kinds: impl IntoIterator<Item = (Kind, Vec<Lane>)>,
     ) -> Self {
-        let (amqp, namespace, max_delay) = (amqp.clone(), namespace.to_owned(), delay.max_delay);
-        Self { amqp, namespace, lanes: delay.into(), kinds: kinds.into_iter().collect(), max_delay }
+        let (kinds, delay) = (kinds.into_iter().collect(), DelaySettings { rings: Vec::new(), ..delay.clone() });
+        Self { amqp: amqp.clone(), namespace: namespace.to_owned(), delay, kinds }
     }
 
     /// As the worker's `namespace`: the prefix of every exchange and queue, 1 to 60 ASCII letters, digits, `-` or `_`.
@@ -74,7 +75,7 @@ impl PublisherBuilder {
     /// whole milliseconds. An alarm with any other delay goes through the wheel. 30 minutes by default.
     #[must_use]
     pub fn lanes(mut self, delays: impl IntoIterator<Item = Duration>) -> Self {
-        self.lanes.lanes = delays.into_iter().map(Lane::from).collect();
+        self.delay.lanes = delays.into_iter().map(Lane::from).collect();
         self
     }
 
@@ -90,13 +91,13 @@ impl PublisherBuilder {
     }
 
     pub(super) fn lanes_by_kind(&self) -> KindLanes {
-        KindLanes::new(self.lanes.clone(), self.kinds.clone())
+        KindLanes::new(self.delay.clone(), self.kinds.clone())
     }
 
     /// As the worker's `delay.lane_shards`: queues for each lane, 1 to 16. 4 by default.
     #[must_use]
     pub fn lane_shards(mut self, shards: u8) -> Self {
-        self.lanes.shards = shards;
+        self.delay.lane_shards = shards;
         self
     }
 
@@ -104,7 +105,7 @@ impl PublisherBuilder {
     /// seconds by default.
     #[must_use]
     pub fn lead(mut self, lead: Duration) -> Self {
-        self.lanes.lead = lead;
+        self.delay.lead = lead;
         self
     }
 
@@ -112,7 +113,7 @@ impl PublisherBuilder {
     /// RabbitMQ, as that strategy is: no release of its plugin runs on RabbitMQ 4.3.
     #[must_use]
     pub fn delayed_exchange(mut self) -> Self {
-        self.lanes.strategy = Strategy::DelayedExchange;
+        self.delay.strategy = Strategy::DelayedExchange;
         self
     }
 
@@ -120,7 +121,7 @@ impl PublisherBuilder {
     /// [`ScheduleError::TooFar`](crate::ScheduleError::TooFar). 3650 days by default.
     #[must_use]
     pub fn max_delay(mut self, max_delay: Duration) -> Self {
-        self.max_delay = max_delay;
+        self.delay.max_delay = max_delay;
         self
     }
 
@@ -167,12 +168,12 @@ impl PublisherBuilder {
     pub(super) fn validate(&self) -> Result<(), InvalidSetting> {
         Names::validate(&self.namespace)?;
         self.amqp.validate()?;
-        if !self.lanes.strategy.needs_broker() {
+        if !self.delay.strategy.needs_broker() {
             let why =
                 "is \"database\", so there is no alarm to schedule: the worker reads the deadline from the order's row";
             return Err(InvalidSetting::new("delay.strategy", why));
         }
-        self.lanes_by_kind().validate(self.max_delay)
+        self.lanes_by_kind().validate()
     }
 
     /// Checks the settings, connects to the broker, and verifies that the exchanges for alarms exist.

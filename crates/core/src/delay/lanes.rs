@@ -25,50 +25,27 @@ pub(super) const LANE_TOLERANCE: std::ops::RangeInclusive<Duration> =
 /// and worker little more than one. Like all alarms, they wait in the worker's memory until their exact deadline.
 const LANE_STEP: Duration = Duration::from_millis(50);
 
-/// What a publisher needs to know about delays.
-#[derive(Debug, Clone)]
-pub struct Lanes {
-    /// As the worker's `delay.strategy`.
-    pub strategy: Strategy,
-    /// As the worker's `delay.lanes`.
-    pub lanes: Vec<Lane>,
-    /// As the worker's `delay.lane_shards`.
-    pub shards: u8,
-    /// As the worker's `delay.lead`.
-    pub lead: Duration,
-}
-
-impl From<&DelaySettings> for Lanes {
-    fn from(settings: &DelaySettings) -> Self {
-        Self {
-            strategy: settings.strategy,
-            lanes: settings.lanes.clone(),
-            shards: settings.lane_shards,
-            lead: settings.lead,
-        }
-    }
-}
-
 /// Queues for each lane of a kind other than the default one: its alarms are one flow among several, and every queue
 /// costs the broker resources.
 const SHARDS_OF_KIND: u8 = 1;
 
-/// The lanes of each kind that is known.
+/// The lanes of each kind that is known, with what else decides how its alarms are delayed.
 #[derive(Debug, Clone)]
-pub struct KindLanes(BTreeMap<Kind, Lanes>);
+pub struct KindLanes(BTreeMap<Kind, DelaySettings>);
 
 impl KindLanes {
     /// Those of the default kind, and the lanes of the others, which differ from it in nothing else.
     #[must_use]
-    pub fn new(of_order: Lanes, others: impl IntoIterator<Item = (Kind, Vec<Lane>)>) -> Self {
-        let of_other = |lanes| Lanes { lanes, shards: SHARDS_OF_KIND, ..of_order.clone() };
-        let mut all: BTreeMap<Kind, Lanes> = others.into_iter().map(|(kind, lanes)| (kind, of_other(lanes))).collect();
+    pub fn new(of_order: DelaySettings, others: impl IntoIterator<Item = (Kind, Vec<Lane>)>) -> Self {
+        let of_other = |lanes| DelaySettings { lanes, lane_shards: SHARDS_OF_KIND, ..of_order.clone() };
+        let mut all: BTreeMap<Kind, DelaySettings> =
+            others.into_iter().map(|(kind, lanes)| (kind, of_other(lanes))).collect();
         all.insert(Kind::ORDER, of_order);
         Self(all)
     }
 
     /// The kinds and their lanes, the default kind first.
-    pub fn iter(&self) -> impl Iterator<Item = (&Kind, &Lanes)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&Kind, &DelaySettings)> {
         self.0.iter()
     }
 
@@ -83,9 +60,9 @@ impl KindLanes {
     ///
     /// # Errors
     /// [`InvalidSetting`] for the first rule that is broken; it names `delay.lanes`, or `kinds.NAME.lanes`.
-    pub fn validate(&self, max_delay: Duration) -> Result<(), InvalidSetting> {
+    pub fn validate(&self) -> Result<(), InvalidSetting> {
         self.iter().try_for_each(|(kind, lanes)| {
-            lanes.validate(max_delay).map_err(|fault| match fault.key.as_str() {
+            lanes.validate_lanes().map_err(|fault| match fault.key.as_str() {
                 "delay.lanes" if !kind.is_default() => InvalidSetting { key: format!("kinds.{kind}.lanes"), ..fault },
                 _ => fault,
             })
@@ -93,19 +70,13 @@ impl KindLanes {
     }
 }
 
-impl Lanes {
+impl DelaySettings {
     /// Every rule for lanes.
-    ///
-    /// # Errors
-    /// [`InvalidSetting`] for the first rule that is broken.
-    pub fn validate(&self, max_delay: Duration) -> Result<(), InvalidSetting> {
-        if !(1..=16).contains(&self.shards) {
-            let why = format!("{} is not between 1 and 16", self.shards);
-            return Err(InvalidSetting::new("delay.lane_shards", why));
-        }
+    pub(super) fn validate_lanes(&self) -> Result<(), InvalidSetting> {
+        InvalidSetting::between("delay.lane_shards", self.lane_shards, 1, 16)?;
         InvalidSetting::within("delay.lead", self.lead, Duration::ZERO, Duration::from_secs(600))?;
         let (least, most) = (Duration::from_secs(1), Duration::from_secs(36_500 * 86_400));
-        InvalidSetting::within("delay.max_delay", max_delay, least, most)?;
+        InvalidSetting::within("delay.max_delay", self.max_delay, least, most)?;
         let lanes = &self.lanes;
         let key = "delay.lanes";
         if lanes.len() > MAX_LANES {
@@ -113,7 +84,7 @@ impl Lanes {
             return Err(InvalidSetting::new(key, why));
         }
         for lane in lanes {
-            InvalidSetting::within(key, lane.delay, Duration::from_millis(1), max_delay)?;
+            InvalidSetting::within(key, lane.delay, Duration::from_millis(1), self.max_delay)?;
             InvalidSetting::within(key, lane.longest_ttl(), Duration::ZERO, LONGEST_TTL)?;
             whole_millis(key, lane.delay)?;
             if lanes.iter().filter(|other| other.delay == lane.delay).count() > 1 {
@@ -126,7 +97,7 @@ impl Lanes {
     /// Where an alarm for this order waits, published at `now`.
     ///
     /// # Panics
-    /// If `shards` is 0, which [`Lanes::validate`] refuses.
+    /// If `lane_shards` is 0, which [`DelaySettings::validate`] refuses.
     #[must_use]
     pub fn place(&self, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Placement {
         let remaining = deadline.since(now);
@@ -163,7 +134,7 @@ impl Lanes {
     fn shard_of(&self, order_id: &OrderId) -> u8 {
         let mut hasher = DefaultHasher::new();
         order_id.hash(&mut hasher);
-        u8::try_from(hasher.finish() % u64::from(self.shards)).expect("less than shards, which is a u8")
+        u8::try_from(hasher.finish() % u64::from(self.lane_shards)).expect("less than lane_shards, which is a u8")
     }
 }
 
@@ -180,11 +151,15 @@ mod tests {
 
     const LEAD: Duration = Duration::from_secs(20);
 
-    fn placed_at(now: Timestamp, remaining_ms: u64, lanes: &[&str], lead: Duration, strategy: Strategy) -> Placement {
+    fn settings(lanes: &[&str], lead: Duration, strategy: Strategy) -> DelaySettings {
         let lanes = lanes.iter().map(|lane| lane.parse().unwrap()).collect();
-        let lanes = Lanes { strategy, lanes, shards: 4, lead };
+        let max_delay = Duration::from_secs(86_400);
+        DelaySettings { strategy, lanes, lane_shards: 4, lead, max_delay, rings: Vec::new() }
+    }
+
+    fn placed_at(now: Timestamp, remaining_ms: u64, lanes: &[&str], lead: Duration, strategy: Strategy) -> Placement {
         let id = OrderId::new("order-1").unwrap();
-        lanes.place(&id, now + Duration::from_millis(remaining_ms), now)
+        settings(lanes, lead, strategy).place(&id, now + Duration::from_millis(remaining_ms), now)
     }
 
     fn placed(remaining_ms: u64, lanes: &[&str], lead: Duration) -> Placement {
@@ -224,8 +199,7 @@ mod tests {
 
     #[test]
     fn each_kind_has_lanes_of_its_own() {
-        let of_order =
-            Lanes { strategy: Strategy::DeadLetter, lanes: vec!["30m".parse().unwrap()], shards: 4, lead: LEAD };
+        let of_order = settings(&["30m"], LEAD, Strategy::DeadLetter);
         let acceptance = Kind::new("acceptance").unwrap();
         let lanes = KindLanes::new(of_order, [(acceptance.clone(), vec!["5m".parse().unwrap()])]);
         let (id, now) = (OrderId::new("a").unwrap(), Timestamp::from_unix_micros(0));
@@ -239,7 +213,7 @@ mod tests {
         assert_eq!(lane_of(&Kind::ORDER, 30).unwrap().0, "30m");
         assert_eq!(lanes.place(&Kind::new("other").unwrap(), &id, now, now), Placement::Inbox);
         let twice = KindLanes::new(lanes.0[&Kind::ORDER].clone(), [(acceptance, vec!["5m".parse().unwrap(); 2])]);
-        assert_eq!(twice.validate(Duration::from_secs(86_400)).unwrap_err().key, "kinds.acceptance.lanes");
+        assert_eq!(twice.validate().unwrap_err().key, "kinds.acceptance.lanes");
     }
 
     #[test]

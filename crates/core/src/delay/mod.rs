@@ -1,7 +1,7 @@
 //! Where an alarm waits until shortly before its deadline: in a lane, in a slot of the wheel, or in the delayed
 //! exchange.
 //!
-//! A publisher decides it with [`Lanes`], the worker with [`wheel::Wheel`]. The result is a [`Placement`], without any
+//! A publisher decides it with [`KindLanes`], the worker with [`wheel::Wheel`]. The result is a [`Placement`], without any
 //! name of an exchange or a queue; `order-timeout-amqp` turns it into a route. Pure: settings, a deadline and a time go
 //! in.
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-pub use lanes::{KindLanes, Lanes};
+pub use lanes::KindLanes;
 pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
 
 /// How an alarm is delayed.

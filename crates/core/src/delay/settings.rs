@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use super::Strategy;
 use super::lanes::LANE_TOLERANCE;
 use super::wheel::{Ring, Wheel, WheelError};
-use super::{Lanes, Strategy};
 use crate::duration;
 use crate::message::LONGEST_TTL;
 use crate::setting::{InvalidSetting, one_of_its_words};
@@ -37,7 +37,7 @@ pub struct DelaySettings {
     /// The furthest deadline that is accepted.
     #[serde(deserialize_with = "duration::read")]
     pub max_delay: Duration,
-    /// The rings of the wheel, finest first.
+    /// The rings of the wheel, finest first. A publisher, which does not write into the wheel, has none.
     pub rings: Vec<RingSettings>,
 }
 
@@ -123,7 +123,7 @@ impl DelaySettings {
     /// # Errors
     /// [`InvalidSetting`] for the first rule that is broken.
     pub fn validate(&self) -> Result<(), InvalidSetting> {
-        Lanes::from(self).validate(self.max_delay)?;
+        self.validate_lanes()?;
         self.validate_rings()
     }
 
