@@ -268,7 +268,7 @@ fn publisher_refuses_strategy_without_plugin() {
         assert_names_the_plugin(&declared.unwrap_err().to_string());
 
         let published = env.settings.publisher().connect().await.map(drop);
-        assert!(matches!(published, Err(ConnectError::Refused(_))), "{published:?}");
+        assert!(matches!(published, Err(ConnectError::Broker(BrokerError::Refused(_)))), "{published:?}");
         assert_names_the_plugin(&published.unwrap_err().to_string());
 
         // Refused, not unavailable: a worker that kept retrying would appear to run.

@@ -9,7 +9,9 @@ use lapin::options::QueueDeleteOptions;
 use lapin::types::FieldTable;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::Binding;
-use order_timeout_client::{ConnectError, PublishError, Publisher, PublisherBuilder, ScheduleError, ScheduleManyError};
+use order_timeout_client::{
+    BrokerError, ConnectError, PublishError, Publisher, PublisherBuilder, ScheduleError, ScheduleManyError,
+};
 use order_timeout_core::delay::Lane;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_core::with_causes;
@@ -108,7 +110,7 @@ fn connecting_reports_namespace_never_set_up() {
         let mut settings = env.settings.clone();
         settings.namespace.push_str("-elsewhere");
         let fault = settings.publisher().connect().await.unwrap_err();
-        assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
+        assert!(matches!(fault, ConnectError::Broker(BrokerError::Refused(_))), "{fault:?}");
         let text = fault.to_string();
         assert!(text.contains(&settings.namespace) && text.contains("order-timeout setup"), "{text}");
         env.assert_ledger().await;
@@ -412,7 +414,7 @@ fn connecting_checks_every_entry_exchange() {
         for exchange in [env.names().delay(), env.names().schedule()] {
             env.channel().exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
             let fault = env.settings.publisher().connect().await.unwrap_err();
-            assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
+            assert!(matches!(fault, ConnectError::Broker(BrokerError::Refused(_))), "{fault:?}");
             let text = fault.to_string();
             assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
             env.settings.topology().declare(env.broker()).await.unwrap();
@@ -442,7 +444,10 @@ fn silent_broker_while_connecting_is_unavailable() {
             match connected.expect("an answer at all") {
                 Ok(_) => break,
                 Err(fault) => {
-                    assert!(matches!(fault, ConnectError::Unavailable(_)), "after {frames} frames: {fault:?}");
+                    assert!(
+                        matches!(fault, ConnectError::Broker(BrokerError::Away(_))),
+                        "after {frames} frames: {fault:?}"
+                    );
                     assert!(fault.to_string().contains("did not answer within 1s"), "{fault}");
                     silences += 1;
                 }

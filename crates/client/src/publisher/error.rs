@@ -14,21 +14,10 @@ pub enum ConnectError {
     /// The builder was given a value that cannot be used. A retry will not help.
     #[error("the publisher's settings cannot be used")]
     InvalidSetting(#[from] InvalidSetting),
-    /// A retry will not help: credentials, virtual host, rights, certificates, or a missing exchange.
-    #[error("{0}")]
-    Refused(String),
-    /// A retry may help: a network error, a timeout, or a broker that is starting.
-    #[error("{0}")]
-    Unavailable(String),
-}
-
-impl From<BrokerError> for ConnectError {
-    fn from(error: BrokerError) -> Self {
-        match error {
-            BrokerError::Refused(why) => Self::Refused(why),
-            BrokerError::Away(why) => Self::Unavailable(why),
-        }
-    }
+    /// The variants of [`BrokerError`] say whether a retry may help. An exchange that is missing is
+    /// [`BrokerError::Refused`].
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
 }
 
 /// Why an alarm is not known to be scheduled. The cause is in `source()`. The call may be repeated: a second alarm for
