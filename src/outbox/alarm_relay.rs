@@ -19,7 +19,6 @@ use sqlx::postgres::PgRow;
 use tracing::warn;
 
 use crate::config::Settings;
-use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::Destination;
 use crate::outbox::relay::{Outbox, OutboxTable, RelayError, Relayed};
 use crate::postgres::Database;
@@ -62,34 +61,19 @@ pub struct AlarmRelay {
 }
 
 impl AlarmRelay {
-    /// `batch_size` alarms at most are sent at once; sent ones are deleted after `keep`.
+    /// `batch_size` alarms at most are sent at once; sent ones are deleted after `keep`. Without a broker (`confirmed`), alarms
+    /// stay until their deadline, for the day on which there is one.
     #[must_use]
     pub fn new(
         database: Database,
-        confirmed: ConfirmedPublisher,
+        confirmed: Option<ConfirmedPublisher>,
         settings: &Settings,
         batch_size: usize,
         keep: Duration,
     ) -> Self {
-        Self {
-            outbox: Outbox::new(database, Destination::Broker(confirmed), TABLE, batch_size, keep),
-            names: settings.names(),
-            lanes: settings.lanes(),
-        }
-    }
-
-    /// Without a broker: alarms stay until their deadline, for the day on which there is one.
-    #[must_use]
-    pub fn kept(database: Database, settings: &Settings, batch_size: usize, keep: Duration) -> Self {
-        let outbox = Outbox::new(database, Destination::Nowhere, TABLE, batch_size, keep);
+        let destination = confirmed.map_or(Destination::Nowhere, Destination::Broker);
+        let outbox = Outbox::new(database, destination, TABLE, batch_size, keep);
         Self { outbox, names: settings.names(), lanes: settings.lanes() }
-    }
-
-    /// Records what it publishes in the traces of the scheduling code.
-    #[must_use]
-    pub fn traced(mut self, traces: Traces) -> Self {
-        self.outbox.trace(Outboxed::Alarm, traces);
-        self
     }
 
     /// Publishes one batch.

@@ -16,7 +16,6 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 use uuid::Uuid;
 
-use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::destination::{Destination, HEADER_KIND};
 use crate::outbox::relay::{Outbox, OutboxTable, RelayError, Relayed};
 use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
@@ -106,13 +105,6 @@ impl EventRelay {
         let receiver = Receiver::Webhook(webhook.host().to_owned());
         let size = batch_size.min(webhook::BATCH_SIZE);
         Self::to(Destination::Webhook(Box::new(webhook)), receiver, database, size, keep)
-    }
-
-    /// Records what it sends in the traces of the scheduling code.
-    #[must_use]
-    pub fn traced(mut self, traces: Traces) -> Self {
-        self.outbox.trace(Outboxed::Event, traces);
-        self
     }
 
     /// Sends one batch.

@@ -47,7 +47,7 @@ use crate::handler::Handlers;
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ, Site};
 use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::recorder::Recorder;
-use crate::observe::traces::{Traces, TracesError};
+use crate::observe::traces::{Outboxed, Traces, TracesError};
 use crate::operations::orders_statements;
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
@@ -301,18 +301,15 @@ fn open_webhook(settings: &Settings) -> Result<Option<Webhook>, InvalidSetting> 
 fn start_outboxes(shared: &Shared, webhook: Option<Webhook>, recorder: &Recorder) -> JoinHandle<()> {
     let (settings, database) = (&shared.settings, shared.database.clone());
     let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
-    let alarms = match &shared.publishing {
-        Some(publishing) => AlarmRelay::new(database.clone(), publishing.confirmed.clone(), settings, size, keep),
-        None => AlarmRelay::kept(database.clone(), settings, size, keep),
-    };
-    let events = match (&shared.publishing, webhook) {
-        (Some(publishing), _) => {
-            EventRelay::new(database.clone(), publishing.confirmed.clone(), &settings.names(), size, keep)
-        }
+    let confirmed = shared.publishing.as_ref().map(|publishing| publishing.confirmed.clone());
+    let mut alarms = AlarmRelay::new(database.clone(), confirmed.clone(), settings, size, keep);
+    let mut events = match (confirmed, webhook) {
+        (Some(confirmed), _) => EventRelay::new(database.clone(), confirmed, &settings.names(), size, keep),
         (None, Some(webhook)) => EventRelay::by_webhook(database.clone(), webhook, size, keep),
         (None, None) => EventRelay::by_notify(database.clone(), &settings.announce.notify, size, keep),
     };
-    let (alarms, events) = (alarms.traced(recorder.traces.clone()), events.traced(recorder.traces.clone()));
+    alarms.outbox.trace(Outboxed::Alarm, recorder.traces.clone());
+    events.outbox.trace(Outboxed::Event, recorder.traces.clone());
     let (poll, keep_parked, busy) = (settings.announce.poll, settings.parked.keep, shared.busy_kinds.clone());
     let outboxes = Outboxes::new(database, alarms, events, poll, keep_parked, busy, recorder.clone());
     tokio::spawn(outboxes.keep_empty(shared.outboxes_end.clone()))

@@ -125,7 +125,7 @@ fn unroutable_alarms_do_not_block_outbox() {
             }
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect_lazily(&env.settings.amqp, "test");
-            let mut relay = AlarmRelay::new(database, confirmed, &env.settings, 30, Duration::from_secs(60));
+            let mut relay = AlarmRelay::new(database, Some(confirmed), &env.settings, 30, Duration::from_secs(60));
             let (mut rounds, began) = (0, Instant::now());
             let refused = loop {
                 // Every round sees alarms that belong in the lane, however slow the machine is.
@@ -248,7 +248,7 @@ fn trace_context_reaches_alarm_and_event() {
         alarm.schedule(&mut connection).await.unwrap();
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let confirmed = ConfirmedPublisher::connect_lazily(&env.settings.amqp, "test");
-        let mut relay = AlarmRelay::new(database, confirmed, &env.settings, 30, Duration::from_secs(60));
+        let mut relay = AlarmRelay::new(database, Some(confirmed), &env.settings, 30, Duration::from_secs(60));
         assert_eq!(relay.round().await.unwrap().sent, 1);
         let (inbox, expected) = (env.names().schedule(), Some(TRACE_CONTEXT.to_owned()));
         assert_eq!(next_trace_context(&env, &inbox).await, expected, "of the alarm");
