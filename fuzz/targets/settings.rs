@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use order_timeout_amqp::topology::{Argument, Destination, Topology};
-use order_timeout_core::delay::wheel::{Wheel, WheelPlacement};
+use order_timeout_core::delay::Placement;
+use order_timeout_core::delay::wheel::{Ring, Wheel};
 use order_timeout_core::message::LONGEST_TTL;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_fuzz::{Corpus, fuzz_target};
@@ -102,10 +103,10 @@ fn alarm_never_circulates(settings: &Settings, wheel: &Wheel, due: Timestamp, mu
     let due = due.min(now + stay * MOST_STAYS);
     let most_hops = rings.len() as u128 + due.since(now).as_micros() / stay.as_micros() + 1;
     let mut hops = 0;
-    while let WheelPlacement::Slot { ring, ttl, .. } = wheel.place(due, now) {
+    while let Placement::Slot { ring, ttl, .. } = wheel.place(due, now) {
         hops += 1;
         assert!(hops <= most_hops, "more than {most_hops} slots for {:?}", due.since(now));
-        assert!(ttl < rings[ring].span(), "{ttl:?} in ring {ring}: its queue expires it before");
+        assert!(ttl < ring_of(wheel, &ring).span(), "{ttl:?} in ring {ring}: its queue expires it before");
         now = now + ttl;
         assert!(now <= due + ROUNDING, "{:?} late", now.since(due));
     }
@@ -115,16 +116,22 @@ fn alarm_never_circulates(settings: &Settings, wheel: &Wheel, due: Timestamp, mu
 fn retry_is_on_time(settings: &Settings, wheel: &Wheel, wait: Duration, now: Timestamp) {
     let wake_at = now + wait.min(settings.retry.longest_wait());
     match wheel.place_retry(wake_at, now) {
-        WheelPlacement::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),
-        WheelPlacement::Slot { ring, ttl, .. } => {
-            let (back, unit) = (now + ttl, wheel.rings()[ring].unit);
+        Placement::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),
+        Placement::Slot { ring: name, ttl, .. } => {
+            let ring = ring_of(wheel, &name);
+            let (back, unit) = (now + ttl, ring.unit);
             assert!(back >= wake_at, "{:?} early", wake_at.since(back));
             assert!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
-            assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires it before");
+            assert!(ttl < ring.span(), "{ttl:?} in ring {name}: its queue expires it before");
             // From a coarse slot it returns through the inbox, which must not rearm it.
-            assert!(ring == 0 || wheel.place(now, back) == WheelPlacement::Due);
+            assert!(*ring == wheel.rings()[0] || wheel.place(now, back) == Placement::Due);
         }
+        other => panic!("{other:?} is no place in the wheel"),
     }
+}
+
+fn ring_of<'a>(wheel: &'a Wheel, name: &str) -> &'a Ring {
+    wheel.rings().iter().find(|ring| ring.name == name).expect("a ring of this wheel")
 }
 
 fn broker_accepts_topology(settings: &Settings, topology: &Topology) {

@@ -242,8 +242,8 @@ impl Router {
         };
         match (&self.delays, wanted) {
             (_, Wanted::AtOnce) => Placement::Due,
-            (Delays::Wheel(wheel), Wanted::BeforeDeadline) => wheel.placement(wheel.place(deadline, now)),
-            (Delays::Wheel(wheel), Wanted::NotBefore(moment)) => wheel.placement(wheel.place_retry(moment, now)),
+            (Delays::Wheel(wheel), Wanted::BeforeDeadline) => wheel.place(deadline, now),
+            (Delays::Wheel(wheel), Wanted::NotBefore(moment)) => wheel.place_retry(moment, now),
             // An early alarm is held.
             (Delays::DelayedExchange, Wanted::BeforeDeadline) => {
                 Placement::DelayedExchange((deadline - self.lead).since(now))

@@ -11,7 +11,7 @@ use order_timeout_amqp::publisher::{ConfirmedPublisher, WINDOW};
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
-use order_timeout_core::delay::wheel::WheelPlacement;
+use order_timeout_core::delay::Placement;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 use order_timeout_testkit::away::with_broker_behind;
@@ -52,10 +52,8 @@ fn alarm_delay_counts_from_sending() {
         );
 
         let wheel = env.settings.delay.wheel().unwrap();
-        let WheelPlacement::Slot { ring, slot, ttl } = wheel.place(last, now) else {
-            panic!("the alarm waits in no slot")
-        };
-        let slot = env.settings.slots().find(&wheel.rings()[ring].name, slot).expect("a slot of the wheel");
+        let Placement::Slot { ring, slot, ttl } = wheel.place(last, now) else { panic!("the alarm waits in no slot") };
+        let slot = env.settings.slots().find(&ring, slot).expect("a slot of the wheel");
         let get = env.channel().basic_get(slot.queue.name.as_str().into(), BasicGetOptions { no_ack: true });
         let got = get.await.unwrap().expect("the last alarm").delivery;
         let waits = got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);

@@ -13,7 +13,7 @@ use order_timeout::http::READYZ;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
-use order_timeout_core::delay::wheel::WheelPlacement;
+use order_timeout_core::delay::Placement;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 use order_timeout_testkit::figures::{get, serve_http};
@@ -75,8 +75,8 @@ fn rearm(deadline: Deadline) -> Rearm {
 /// The queue in which an alarm for this deadline waits.
 fn queue_of(env: &TestEnv, deadline: Deadline, now: Timestamp) -> String {
     let wheel = env.settings.delay.wheel().unwrap();
-    let WheelPlacement::Slot { ring, slot, .. } = wheel.place(deadline, now) else { panic!("no slot") };
-    env.settings.slots().find(&wheel.rings()[ring].name, slot).expect("a slot of the wheel").queue.name
+    let Placement::Slot { ring, slot, .. } = wheel.place(deadline, now) else { panic!("no slot") };
+    env.settings.slots().find(&ring, slot).expect("a slot of the wheel").queue.name
 }
 
 /// `after_s`: the deadlines of the alarm for the slot without a leader, and of another one.

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use order_timeout_core::alarm::{DeliveredAlarm, Rearm, Receipt, Settlement, SourceQueue, Wanted};
-use order_timeout_core::delay::wheel::WheelPlacement;
+use order_timeout_core::delay::Placement;
+use order_timeout_core::delay::testing::index_of;
 use order_timeout_core::order::Timestamp;
 
 use super::worker::WORKERS;
@@ -59,30 +60,33 @@ impl World {
         let now = self.worker_time();
         // As `rearm.rs` does.
         let (place, is_retry) = match rearm.wanted {
-            Wanted::AtOnce => (WheelPlacement::Due, false),
+            Wanted::AtOnce => (Placement::Due, false),
             Wanted::BeforeDeadline => (self.wheel.place(rearm.alarm.deadline(), now), false),
             Wanted::NotBefore(moment) => {
                 let wake_at = moment.min(now + DOUBLINGS * policy().retry_longest);
                 let place = self.wheel.place_retry(wake_at, now);
-                let place = if self.mutant == Mutant::RetriesAtOnce { WheelPlacement::Due } else { place };
-                self.check_retry(wake_at.since(now), place);
+                let place = if self.mutant == Mutant::RetriesAtOnce { Placement::Due } else { place };
+                self.check_retry(wake_at.since(now), &place);
                 (place, true)
             }
         };
         match place {
-            WheelPlacement::Due => self.timeout.push_back(rearm.alarm.clone()),
-            WheelPlacement::Slot { ring, slot, ttl } => {
+            Placement::Due => self.timeout.push_back(rearm.alarm.clone()),
+            Placement::Slot { ring, slot, ttl } => {
+                let ring = index_of(&self.wheel, &ring);
                 let slot = if self.mutant == Mutant::TwoLapsInOneSlot { slot % 3 } else { slot };
                 let waiting = Waiting { alarm: rearm.alarm.clone(), fires_at: self.now + ttl, is_retry };
                 self.slots.entry((ring, slot)).or_default().push_back(waiting);
             }
+            other => panic!("{other:?} is no place in the wheel"),
         }
     }
 
-    fn check_retry(&mut self, wanted: Duration, place: WheelPlacement) {
+    fn check_retry(&mut self, wanted: Duration, place: &Placement) {
         let (kept, unit) = match place {
-            WheelPlacement::Due => (Duration::ZERO, Duration::ZERO),
-            WheelPlacement::Slot { ring, ttl, .. } => (ttl, self.wheel.rings()[ring].unit),
+            Placement::Due => (Duration::ZERO, Duration::ZERO),
+            Placement::Slot { ring, ttl, .. } => (*ttl, self.wheel.rings()[index_of(&self.wheel, ring)].unit),
+            other => panic!("{other:?} is no place in the wheel"),
         };
         if kept < wanted || kept > wanted + unit {
             self.misplaced_retry = Some(format!("a retry that should wait {wanted:?} waits {kept:?}"));

@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use super::DelaySettings;
-use super::wheel::{Ring, Wheel, WheelPlacement};
+use super::wheel::{Ring, Wheel};
+use super::{DelaySettings, Placement};
 use crate::order::Timestamp;
 
 type Checked = Result<(), String>;
@@ -42,6 +42,15 @@ fn coarsest(wheel: &Wheel) -> &Ring {
     wheel.rings().last().expect("one at least")
 }
 
+/// The index into [`Wheel::rings`] of the ring of this name.
+///
+/// # Panics
+/// If the wheel has no such ring.
+#[must_use]
+pub fn index_of(wheel: &Wheel, ring: &str) -> usize {
+    wheel.rings().iter().position(|one| one.name == ring).expect("a ring of this wheel")
+}
+
 /// The longest delay through which a test follows an alarm.
 #[must_use]
 pub fn longest_followed(wheel: &Wheel) -> Duration {
@@ -62,20 +71,21 @@ pub fn max_hops(wheel: &Wheel, ahead: Duration) -> u128 {
 ///
 /// # Panics
 /// If the setup is not one that was accepted.
-pub fn placed(setup: &Setup, wheel: &Wheel, due: Timestamp, now: Timestamp) -> Result<WheelPlacement, String> {
+pub fn placed(setup: &Setup, wheel: &Wheel, due: Timestamp, now: Timestamp) -> Result<Placement, String> {
     let place = wheel.place(due, now);
-    match place {
+    match &place {
         // With the two seconds that [`DelaySettings::validate_hold`] leaves for the way, the worker holds it: it does
         // not come back.
-        WheelPlacement::Due => {
+        Placement::Due => {
             let longest_hold = setup.hold_max - Duration::from_secs(2);
             ensure!(due.since(now) <= longest_hold, "sent on {:?} before it is due", due.since(now));
         }
-        WheelPlacement::Slot { ring, ttl, .. } => {
-            let early = wheel.rings()[ring].early;
-            ensure!(now + ttl <= due - early + ROUNDING, "ring {ring} releases it too late");
-            ensure!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires before");
+        Placement::Slot { ring: name, ttl, .. } => {
+            let ring = &wheel.rings()[index_of(wheel, name)];
+            ensure!(now + *ttl <= due - ring.early + ROUNDING, "ring {name} releases it too late");
+            ensure!(*ttl < ring.span(), "{ttl:?} in ring {name}: its queue expires before");
         }
+        other => ensure!(false, "{other:?} is no place in the wheel"),
     }
     Ok(place)
 }
@@ -93,7 +103,7 @@ pub fn check_alarm_arrives(setup: &Setup, due: Timestamp, now: Timestamp, late: 
     let (mut now, mut hops, most) = (now, 0, max_hops(&wheel, due.since(now)));
     let mut late = late.iter().copied().chain(std::iter::repeat(Duration::ZERO));
     let mut arrives_by = (due - setup.delay.lead).max(now) + ROUNDING;
-    while let WheelPlacement::Slot { ring, ttl, .. } = placed(setup, &wheel, due, now)? {
+    while let Placement::Slot { ring, ttl, .. } = placed(setup, &wheel, due, now)? {
         hops += 1;
         ensure!(hops <= most, "more than {most} slots");
         let late = late.next().unwrap_or_default();
@@ -103,7 +113,7 @@ pub fn check_alarm_arrives(setup: &Setup, due: Timestamp, now: Timestamp, late: 
         }
         // From the finest ring it comes to the worker directly; if it is further away than that ring reaches, it goes
         // back.
-        if ring == 0 && due.since(now) <= setup.hold_max {
+        if index_of(&wheel, &ring) == 0 && due.since(now) <= setup.hold_max {
             break;
         }
     }
@@ -124,17 +134,18 @@ pub fn check_retry_wait(setup: &Setup, wait: Duration, now: Timestamp) -> Checke
     let wake_at = now + wait.min(setup.longest_retry);
     // Due a while ago, like every retry.
     let due = now - Duration::from_millis(1);
-    let WheelPlacement::Slot { ring, ttl, .. } = wheel.place_retry(wake_at, now) else {
+    let Placement::Slot { ring, ttl, .. } = wheel.place_retry(wake_at, now) else {
         ensure!(wake_at <= now, "{:?} early, at once", wake_at.since(now));
         return Ok(());
     };
+    let ring = index_of(&wheel, &ring);
     let (back, unit) = (now + ttl, wheel.rings()[ring].unit);
     ensure!(back >= wake_at, "{:?} early", wake_at.since(back));
     ensure!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
     ensure!(ring == 0 || unit * 4 <= wake_at.since(now) * 5, "units of {unit:?} for {:?}", wake_at.since(now));
     ensure!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires before");
     // From a coarse slot it comes through the inbox.
-    ensure!(ring == 0 || wheel.place(due, back) == WheelPlacement::Due, "it is written a second time");
+    ensure!(ring == 0 || wheel.place(due, back) == Placement::Due, "it is written a second time");
     Ok(())
 }
 

@@ -27,22 +27,6 @@ pub struct Ring {
     pub early: Duration,
 }
 
-/// Where in the wheel an alarm waits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WheelPlacement {
-    /// Its slot has been released already: straight to the processing queue.
-    Due,
-    /// Into this slot of this ring, to be released after `ttl`.
-    Slot {
-        /// An index into [`Wheel::rings`].
-        ring: usize,
-        /// The slot's number within the ring.
-        slot: u16,
-        /// Until it is released.
-        ttl: Duration,
-    },
-}
-
 /// Why a set of rings cannot make a wheel, as one sentence.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -109,6 +93,18 @@ impl Ring {
     fn slot_of(&self, unit: i64) -> u16 {
         u16::try_from(unit.rem_euclid(i64::from(self.slots))).expect("less than slots, which is a u16")
     }
+
+    /// In the slot of this unit, unless it has been released already.
+    fn place(&self, unit: i64, now: Timestamp) -> Placement {
+        let release_at = self.release_at(unit);
+        if release_at <= now {
+            return Placement::Due;
+        }
+        // The broker counts whole milliseconds; if the rest were cut off, the slot would be released too early.
+        let millis = release_at.since(now).as_micros().div_ceil(1_000);
+        let ttl = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
+        Placement::Slot { ring: self.name.clone(), slot: self.slot_of(unit), ttl }
+    }
 }
 
 impl Wheel {
@@ -156,30 +152,16 @@ impl Wheel {
         &self.rings
     }
 
-    /// Replaces the ring's index by its name.
-    ///
-    /// # Panics
-    /// If it names a ring of another wheel.
-    #[must_use]
-    pub fn placement(&self, place: WheelPlacement) -> Placement {
-        match place {
-            WheelPlacement::Due => Placement::Due,
-            WheelPlacement::Slot { ring, slot, ttl } => {
-                Placement::Slot { ring: self.rings[ring].name.clone(), slot, ttl }
-            }
-        }
-    }
-
-    /// Where an alarm for `due` waits, seen from `now`.
+    /// Where an alarm for `due` waits, seen from `now`: in a slot, or nowhere if that slot has been released already.
     ///
     /// What a coarse slot releases is within the reach of the next finer ring ([`Wheel::new`]), and an alarm beyond
     /// every ring waits for more than the coarsest one's reach less a unit. So an alarm is written once into each ring
     /// at most, and before that once per stay in the coarsest.
     #[must_use]
-    pub fn place(&self, due: Timestamp, now: Timestamp) -> WheelPlacement {
-        let finest_that_reaches = self.rings.iter().position(|ring| ring.unit_of(due) <= ring.furthest_unit(now));
+    pub fn place(&self, due: Timestamp, now: Timestamp) -> Placement {
+        let finest_that_reaches = self.rings.iter().find(|ring| ring.unit_of(due) <= ring.furthest_unit(now));
         match finest_that_reaches {
-            Some(ring) => self.slot(ring, self.rings[ring].unit_of(due), now),
+            Some(ring) => ring.place(ring.unit_of(due), now),
             // Beyond the coarsest ring: into its furthest slot, and again from there.
             None => self.furthest_slot(now),
         }
@@ -199,32 +181,21 @@ impl Wheel {
     /// ring returns it through the inbox, which sends it on at once because its deadline has passed; that ring's unit
     /// is shorter than the finer one's reach, and so at most a quarter longer than the wait itself.
     #[must_use]
-    pub fn place_retry(&self, wake_at: Timestamp, now: Timestamp) -> WheelPlacement {
+    pub fn place_retry(&self, wake_at: Timestamp, now: Timestamp) -> Placement {
         if wake_at <= now {
-            return WheelPlacement::Due;
+            return Placement::Due;
         }
         let finest_that_reaches =
-            self.rings.iter().position(|ring| ring.first_unit_from(wake_at) <= ring.furthest_unit(now));
+            self.rings.iter().find(|ring| ring.first_unit_from(wake_at) <= ring.furthest_unit(now));
         match finest_that_reaches {
-            Some(ring) => self.slot(ring, self.rings[ring].first_unit_from(wake_at), now),
+            Some(ring) => ring.place(ring.first_unit_from(wake_at), now),
             None => self.furthest_slot(now),
         }
     }
 
-    fn furthest_slot(&self, now: Timestamp) -> WheelPlacement {
-        let coarsest = self.rings.len() - 1;
-        self.slot(coarsest, self.rings[coarsest].furthest_unit(now), now)
-    }
-
-    fn slot(&self, ring: usize, unit: i64, now: Timestamp) -> WheelPlacement {
-        let release_at = self.rings[ring].release_at(unit);
-        if release_at <= now {
-            return WheelPlacement::Due;
-        }
-        // The broker counts whole milliseconds; if the rest were cut off, the slot would be released too early.
-        let millis = release_at.since(now).as_micros().div_ceil(1_000);
-        let ttl = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
-        WheelPlacement::Slot { ring, slot: self.rings[ring].slot_of(unit), ttl }
+    fn furthest_slot(&self, now: Timestamp) -> Placement {
+        let coarsest = self.rings.last().expect("one at least");
+        coarsest.place(coarsest.furthest_unit(now), now)
     }
 }
 
