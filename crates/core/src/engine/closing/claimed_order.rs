@@ -29,33 +29,15 @@ struct WasCancelled(bool);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum OrderVerdict {
     /// At least one attempt is paid.
-    SettlePaid {
-        paid: Vec<AttemptKey>,
-        closed: Vec<AttemptKey>,
-        differing: Vec<(AttemptKey, Money)>,
-        refunded: Vec<AttemptKey>,
-    },
+    SettlePaid { paid: Vec<AttemptKey>, differing: Vec<(AttemptKey, Money)>, refunded: Vec<AttemptKey> },
     /// Every attempt is proved to be closed.
-    Close {
-        closed: Vec<AttemptKey>,
-    },
-    /// A customer may be paying, and nothing else is missing.
-    Wait {
-        provider: String,
-        closed: Vec<AttemptKey>,
-    },
-    /// At least one answer is missing.
-    AskAgain {
-        provider: String,
-        retry_after: Option<Duration>,
-        /// Whether it counts towards the rounds after which a person must look at it.
-        is_round: bool,
-        closed: Vec<AttemptKey>,
-    },
-    Unresolved {
-        reason: UnresolvedReason,
-        closed: Vec<AttemptKey>,
-    },
+    Close,
+    /// A customer may be paying, and nothing else is missing: with which provider.
+    Wait(String),
+    /// At least one answer is missing. `is_round`: whether it counts towards the rounds after which a person must look at it.
+    AskAgain { provider: String, retry_after: Option<Duration>, is_round: bool },
+    /// A person must look at it.
+    Unresolved(UnresolvedReason),
 }
 
 /// An order whose lease this worker has.
@@ -131,8 +113,8 @@ impl ClaimedOrder {
         &self.answers
     }
 
-    /// `None` while a call is under way or to be made.
-    pub fn verdict(&self) -> Option<OrderVerdict> {
+    /// With the attempts that are proved to be closed; `None` while a call is under way or to be made.
+    pub fn verdict(&self) -> Option<(OrderVerdict, Vec<AttemptKey>)> {
         let (mut paid, mut closed, mut differing, mut refunded) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut waits_for, mut unknown, mut unresolved, mut is_round) = (None, None, None, false);
         for (progress, attempt) in self.progress.iter().zip(&self.claim.attempts) {
@@ -158,15 +140,14 @@ impl ClaimedOrder {
         let unresolved = unresolved
             .or((!differing.is_empty()).then_some(UnresolvedReason::AmountDiffers))
             .or((!refunded.is_empty()).then_some(UnresolvedReason::Refunded));
-        Some(match (unresolved, unknown, waits_for) {
-            _ if !paid.is_empty() => OrderVerdict::SettlePaid { paid, closed, differing, refunded },
-            (Some(reason), _, _) => OrderVerdict::Unresolved { reason, closed },
-            (None, Some((provider, retry_after)), _) => {
-                OrderVerdict::AskAgain { provider, retry_after, is_round, closed }
-            }
-            (None, None, Some(provider)) => OrderVerdict::Wait { provider, closed },
-            (None, None, None) => OrderVerdict::Close { closed },
-        })
+        let verdict = match (unresolved, unknown, waits_for) {
+            _ if !paid.is_empty() => OrderVerdict::SettlePaid { paid, differing, refunded },
+            (Some(reason), _, _) => OrderVerdict::Unresolved(reason),
+            (None, Some((provider, retry_after)), _) => OrderVerdict::AskAgain { provider, retry_after, is_round },
+            (None, None, Some(provider)) => OrderVerdict::Wait(provider),
+            (None, None, None) => OrderVerdict::Close,
+        };
+        Some((verdict, closed))
     }
 }
 
@@ -201,9 +182,9 @@ mod tests {
 
     const NOW: Timestamp = Timestamp::from_unix_micros(0);
 
-    fn settled(paid: &[&str]) -> OrderVerdict {
+    fn settled(paid: &[&str]) -> (OrderVerdict, Vec<AttemptKey>) {
         let paid = paid.iter().map(|reference| key(reference)).collect();
-        OrderVerdict::SettlePaid { paid, closed: vec![], differing: vec![], refunded: vec![] }
+        (OrderVerdict::SettlePaid { paid, differing: vec![], refunded: vec![] }, vec![])
     }
 
     fn order(attempts: &[&str]) -> ClaimedOrder {
@@ -227,7 +208,7 @@ mod tests {
 
     #[test]
     fn order_without_attempts_is_closed() {
-        assert_eq!(order(&[]).verdict(), Some(OrderVerdict::Close { closed: vec![] }));
+        assert_eq!(order(&[]).verdict(), Some((OrderVerdict::Close, vec![])));
     }
 
     #[test]
@@ -239,7 +220,7 @@ mod tests {
             CallKind::Cancel => Answer::Closed,
         });
         assert_eq!(calls, vec![(CallKind::Ask, "pi_1".into()), (CallKind::Cancel, "pi_1".into())]);
-        assert_eq!(order.verdict(), Some(OrderVerdict::Close { closed: vec![key("pi_1")] }));
+        assert_eq!(order.verdict(), Some((OrderVerdict::Close, vec![key("pi_1")])));
         assert_eq!(order.answers(), "stripe pi_1 ask: open; stripe pi_1 cancel: closed");
     }
 
@@ -261,8 +242,8 @@ mod tests {
         assert_eq!(order.verdict(), None, "the other attempt was not answered yet");
         order.take_answer(calls[1].number, CallKind::Ask, &unknown(None), NOW);
         let (provider, closed) = ("stripe".into(), vec![key("cs_old")]);
-        let again = OrderVerdict::AskAgain { provider, retry_after: None, is_round: true, closed };
-        assert_eq!(order.verdict(), Some(again));
+        let again = OrderVerdict::AskAgain { provider, retry_after: None, is_round: true };
+        assert_eq!(order.verdict(), Some((again, closed)));
     }
 
     #[test]
@@ -281,8 +262,7 @@ mod tests {
         let answers = [paid(), Answer::Paid { money: Some(other) }, Answer::Refunded];
         run(&mut order, |call| answers[call.number].clone());
         let (paid, differing, refunded) = (vec![key("a")], vec![(key("b"), other)], vec![key("c")]);
-        let settled = OrderVerdict::SettlePaid { paid, closed: vec![], differing, refunded };
-        assert_eq!(order.verdict(), Some(settled));
+        assert_eq!(order.verdict(), Some((OrderVerdict::SettlePaid { paid, differing, refunded }, vec![])));
     }
 
     #[test]
@@ -301,7 +281,9 @@ mod tests {
         let mut order = order(&["a", "b", "c"]);
         let pauses = [Some(Duration::from_secs(2)), Some(Duration::from_secs(9)), None];
         run(&mut order, |call| unknown(pauses[call.number]));
-        let Some(OrderVerdict::AskAgain { retry_after, .. }) = order.verdict() else { panic!("{:?}", order.verdict()) };
+        let Some((OrderVerdict::AskAgain { retry_after, .. }, _)) = order.verdict() else {
+            panic!("{:?}", order.verdict())
+        };
         assert_eq!(retry_after, Some(Duration::from_secs(9)));
     }
 
@@ -343,11 +325,11 @@ mod tests {
             }
             match order.verdict() {
                 None => prop_assert!(false, "no verdict"),
-                Some(OrderVerdict::Close { closed }) => {
+                Some((OrderVerdict::Close, closed)) => {
                     prop_assert!(said_closed.iter().all(|closed| *closed));
                     prop_assert_eq!(closed.len(), answers.len());
                 }
-                Some(OrderVerdict::SettlePaid { paid, .. }) => prop_assert!(said_paid && !paid.is_empty()),
+                Some((OrderVerdict::SettlePaid { paid, .. }, _)) => prop_assert!(said_paid && !paid.is_empty()),
                 Some(_) => prop_assert!(!said_paid),
             }
         }

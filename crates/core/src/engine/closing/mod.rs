@@ -310,18 +310,18 @@ impl Closing {
     /// Decides how an order ends, if no call about it is missing.
     fn conclude(&mut self, id: &OrderId, now: Timestamp) {
         let Some(order) = self.orders.get_mut(id) else { return };
-        let Some(verdict) = order.claimed.verdict() else { return };
+        let Some((verdict, closed)) = order.claimed.verdict() else { return };
         let (rounds, has_waited) = (order.claimed.claim.rounds, order.claimed.claim.has_waited);
         if !std::mem::replace(&mut order.is_counted, true) {
             note_answer(&mut self.answers, &order.claimed.claim, &verdict);
         }
         match verdict {
-            OrderVerdict::Close { closed } => self.end_with(id, now, |ending| End::Close(Ending { closed, ..ending })),
-            OrderVerdict::SettlePaid { paid, closed, differing, refunded } => self.end_with(id, now, |ending| {
+            OrderVerdict::Close => self.end_with(id, now, |ending| End::Close(Ending { closed, ..ending })),
+            OrderVerdict::SettlePaid { paid, differing, refunded } => self.end_with(id, now, |ending| {
                 let ending = Ending { closed, ..ending };
                 End::SettlePaid(PaidEnding { ending, paid, differing, refunded })
             }),
-            OrderVerdict::Wait { provider, closed } => {
+            OrderVerdict::Wait(provider) => {
                 // A second wait is one for a bank, and may last for days.
                 let wait = if has_waited { self.policy.retry_longest } else { self.policy.in_progress_wait };
                 let until = now + wait;
@@ -332,7 +332,7 @@ impl Closing {
                 };
                 self.postpone(id, change, now);
             }
-            OrderVerdict::AskAgain { provider, retry_after, is_round, closed } => {
+            OrderVerdict::AskAgain { provider, retry_after, is_round } => {
                 let (step, until, rounds) = match is_round {
                     true => self.next_round(rounds, retry_after, UnresolvedReason::NoAnswer, now),
                     // It is known that nothing was learnt, and often until when: only the provider's answers count.
@@ -344,7 +344,7 @@ impl Closing {
                 };
                 self.postpone(id, change, now);
             }
-            OrderVerdict::Unresolved { reason, closed } => {
+            OrderVerdict::Unresolved(reason) => {
                 let change = |end: &mut Postponement| {
                     end.step = Step::Unresolved(reason);
                     end.ending.closed = closed;
