@@ -380,23 +380,15 @@ pub enum EndKind {
 /// Classifies an error of an open connection.
 #[must_use]
 pub fn end_kind(error: &lapin::Error) -> EndKind {
-    match error.kind() {
-        ErrorKind::ParsingError(_) => EndKind::Unreadable,
+    match reply(error) {
         // lapin's own text in io_loop.rs; an error from the broker about our frames has another text.
-        ErrorKind::ProtocolError(amqp)
-            if amqp.get_id() == reply_code::FRAME_ERROR
-                && amqp.get_message().as_str().starts_with("frame too large:") =>
-        {
-            EndKind::Unreadable
-        }
-        ErrorKind::ProtocolError(amqp) if amqp.get_id() == reply_code::INTERNAL_ERROR => EndKind::BrokerFailed,
+        Some((reply_code::FRAME_ERROR, text)) if text.starts_with("frame too large:") => EndKind::Unreadable,
+        Some((reply_code::INTERNAL_ERROR, _)) => EndKind::BrokerFailed,
         // RabbitMQ, rabbit_channel.erl: "delivery acknowledgement on channel ~w timed out".
-        ErrorKind::ProtocolError(amqp)
-            if amqp.get_id() == reply_code::PRECONDITION_FAILED
-                && amqp.get_message().as_str().contains("delivery acknowledgement on channel") =>
-        {
+        Some((reply_code::PRECONDITION_FAILED, text)) if text.contains("delivery acknowledgement on channel") => {
             EndKind::AckTimeout
         }
+        None if matches!(error.kind(), ErrorKind::ParsingError(_)) => EndKind::Unreadable,
         _ => EndKind::Other,
     }
 }

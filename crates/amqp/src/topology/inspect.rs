@@ -14,7 +14,7 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use uuid::Uuid;
 
-use super::{Exchange, Names, Object, Queue, Slots, Topology, TopologyError, declare_queue, explain, open_channel};
+use super::{Names, Object, Queue, Slots, Topology, TopologyError, declare_queue, explain, open_channel};
 use crate::connect::{reply, reply_code};
 
 /// AMQP property `type` of a message that tests the broker. Workers acknowledge it and do nothing else.
@@ -86,7 +86,7 @@ impl Topology {
             let mut comparison = Comparison::default();
             for exchange in &self.exchanges {
                 let compare = |channel: Channel| async move {
-                    let there = look_at_exchange(&channel, exchange).await;
+                    let there = look_at_exchange(&channel, &exchange.name).await;
                     there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
                     self.declare_exchange(&channel, exchange).await
                 };
@@ -116,7 +116,7 @@ impl Topology {
     async fn require_all(&self, connection: &Connection) -> Result<(), TopologyError> {
         let channel = open_channel(connection).await?;
         // All at once; the first that is missing closes the channel, and the rest get no reply.
-        let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, exchange)));
+        let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, &exchange.name)));
         for (exchange, there) in self.exchanges.iter().zip(exchanges.await) {
             there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
         }
@@ -217,7 +217,7 @@ impl Topology {
             }
             for exchange in &self.exchanges {
                 let channel = open_channel(connection).await?;
-                if !look_at_exchange(&channel, exchange).await.is_err_and(|error| is_missing(&error)) {
+                if !look_at_exchange(&channel, &exchange.name).await.is_err_and(|error| is_missing(&error)) {
                     return Ok(());
                 }
             }
@@ -309,11 +309,10 @@ async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyError>>)
     })
 }
 
-async fn look_at_exchange(channel: &Channel, exchange: &Exchange) -> lapin::Result<()> {
+pub(super) async fn look_at_exchange(channel: &Channel, name: &str) -> lapin::Result<()> {
     let options = ExchangeDeclareOptions { passive: true, ..Default::default() };
     // For a passive declaration the type does not matter.
-    let name = exchange.name.as_str().into();
-    channel.exchange_declare(name, ExchangeKind::Direct, options, FieldTable::default()).await
+    channel.exchange_declare(name.into(), ExchangeKind::Direct, options, FieldTable::default()).await
 }
 
 async fn look_at_queue(channel: &Channel, name: &str) -> lapin::Result<SeenQueue> {

@@ -2,11 +2,11 @@
 //!
 //! Changes nothing on the broker, and needs no rights on it.
 
-use lapin::options::ExchangeDeclareOptions;
-use lapin::{Connection, ExchangeKind};
+use lapin::Connection;
 use order_timeout_core::delay::Strategy;
 
 use super::Names;
+use super::inspect::look_at_exchange;
 use crate::AmqpSettings;
 use crate::connect::{self, BrokerError, reply, reply_code};
 
@@ -35,7 +35,9 @@ pub async fn require_alarm_exchanges(
 }
 
 async fn require_exchange(connection: &Connection, name: &str, strategy: Strategy) -> Result<(), BrokerError> {
-    let Err(error) = check_exchange(connection, name).await else { return Ok(()) };
+    // Without declaring it, which needs no rights at all.
+    let look = async { look_at_exchange(&connection.create_channel().await?, name).await };
+    let Err(error) = look.await else { return Ok(()) };
     let hint = match strategy {
         Strategy::DeadLetter | Strategy::Database => "run `order-timeout setup` with the namespace of this publisher",
         Strategy::DelayedExchange => {
@@ -55,11 +57,4 @@ async fn require_exchange(connection: &Connection, name: &str, strategy: Strateg
             "the connection to the broker was lost while checking exchange {name:?} ({error})"
         ))),
     }
-}
-
-async fn check_exchange(connection: &Connection, name: &str) -> lapin::Result<()> {
-    let channel = connection.create_channel().await?;
-    // Passive: asks without declaring, which needs no rights at all.
-    let options = ExchangeDeclareOptions { passive: true, ..Default::default() };
-    channel.exchange_declare(name.into(), ExchangeKind::Direct, options, Default::default()).await
 }
