@@ -5,7 +5,6 @@
 //! a whole, before any of its orders has an outcome, is here.
 
 use super::decide::{Decision, SweepDecision, decide_after_close, decide_after_sweep};
-use super::order_backoff::{MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
 use super::sweep::LastTry;
 use super::{Batch, BatchResult, Engine, LockMode, Origin, WorkItem};
 use crate::alarm::{DeadLetter, Receipt};
@@ -66,19 +65,13 @@ impl Engine {
                 self.apply_not_due(item, result, now);
             }
             Origin::LookedAhead | Origin::Swept => {
-                match decide_after_sweep(&result, self.availability.stalls_several()) {
+                match decide_after_sweep(&self.policy, &result, self.availability.stalls_several()) {
                     SweepDecision::Settled(longest) => {
                         self.sweep.note_settled(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
                     }
                     SweepDecision::Drop => {}
                     SweepDecision::RetryBusy => self.retry_busy(item, now),
-                    SweepDecision::RetrySoon => {
-                        self.sweep.back_off(item.alarm.alarm.order_id, self.policy.longest_overdue_pause(), now);
-                    }
-                    SweepDecision::RetryLater => {
-                        self.sweep.back_off(item.alarm.alarm.order_id, MAX_BLAMELESS_BACKOFF, now);
-                    }
-                    SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
+                    SweepDecision::BackOff(longest) => self.sweep.back_off(item.alarm.alarm.order_id, longest, now),
                 }
             }
         }

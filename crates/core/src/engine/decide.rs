@@ -61,32 +61,30 @@ pub(super) enum SweepDecision {
     Drop,
     /// Another session has a lock on it or on its article.
     RetryBusy,
-    /// It is overdue, and the obstacle is not its fault: retried very soon, separate from the rest.
-    RetrySoon,
-    /// The same, but it may be its own fault: retried soon.
-    RetryLater,
-    /// It is overdue and cannot be closed: backed off for a time that grows.
-    BackOff,
+    /// It is overdue and cannot be closed now: backed off for a time that grows up to this, which is short if the obstacle is
+    /// not its fault.
+    BackOff(Duration),
 }
 
 /// The same for an order without an alarm: its row brings it back. `others_fail_too`: whether another order failed in
 /// the same way and none has been closed since.
-pub(super) fn decide_after_sweep(result: &CloseResult, others_fail_too: bool) -> SweepDecision {
+pub(super) fn decide_after_sweep(policy: &Policy, result: &CloseResult, others_fail_too: bool) -> SweepDecision {
+    let soon = SweepDecision::BackOff(policy.longest_overdue_pause());
     match result {
         Ok(CloseOutcome { outcome, .. }) => match outcome {
             Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => SweepDecision::Settled(MAX_BACKOFF),
             // It may be unpaid again at any time.
             Outcome::Claimed | Outcome::Closing => SweepDecision::Settled(MAX_BLAMELESS_BACKOFF),
             Outcome::Busy => SweepDecision::RetryBusy,
-            Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => SweepDecision::BackOff,
+            Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => SweepDecision::BackOff(MAX_BACKOFF),
         },
         Err(CloseError::Unavailable(_)) => SweepDecision::Drop,
         // It costs a closer `lock_timeout` at most to see whether the table is still locked.
-        Err(CloseError::Locked(_)) => SweepDecision::RetrySoon,
-        Err(CloseError::Transient(_)) if others_fail_too => SweepDecision::RetrySoon,
+        Err(CloseError::Locked(_)) => soon,
+        Err(CloseError::Transient(_)) if others_fail_too => soon,
         // If no other order fails so, it may be a trigger on this one, which takes a closer's time at every try.
-        Err(CloseError::Transient(_)) => SweepDecision::RetryLater,
-        Err(CloseError::Rejected(_)) => SweepDecision::BackOff,
+        Err(CloseError::Transient(_)) => SweepDecision::BackOff(MAX_BLAMELESS_BACKOFF),
+        Err(CloseError::Rejected(_)) => SweepDecision::BackOff(MAX_BACKOFF),
     }
 }
 
