@@ -106,86 +106,31 @@ enum Meaning {
     Closed,
 }
 
-/// Parts of values in lower case, without blanks, hyphens and the like; whole values behind `=`. The first that fits counts, so
-/// that "unpaid" is not taken for "paid". English, German, Spanish, French, Italian, Chinese.
-const MEANINGS: [(Meaning, &[&str]); 5] = [
+/// Parts of values in lower case, without blanks, hyphens and the like, divided by blanks; whole values behind `=`. The
+/// first that fits counts, so that "unpaid" is not taken for "paid". English, German, Spanish, French, Italian, Chinese.
+const MEANINGS: [(Meaning, &str); 5] = [
+    (Meaning::Open, "unpaid notpaid nonpay unbezahlt nichtbezahlt nopagad impag 未付 待付 待支付"),
     (
         Meaning::Open,
-        &["unpaid", "notpaid", "nonpay", "unbezahlt", "nichtbezahlt", "nopagad", "impag", "未付", "待付", "待支付"],
-    ),
-    (
-        Meaning::Open,
-        &[
-            "pending",
-            "await",
-            "arranging",
-            "waiting",
-            "balancedue",
-            "held",
-            "reserved",
-            "offen",
-            "wartet",
-            "pendient",
-            "abiert",
-            "attente",
-            "attesa",
-        ],
+        "pending await arranging waiting balancedue held reserved offen wartet pendient abiert attente attesa",
     ),
     (
         Meaning::Closed,
-        &[
-            "cancel",
-            "expir",
-            "closed",
-            "timeout",
-            "timedout",
-            "void",
-            "abandon",
-            "released",
-            "stornier",
-            "abgelaufen",
-            "anulad",
-            "vencid",
-            "annul",
-            "scadut",
-            "取消",
-            "关闭",
-            "=e",
-            "=c",
-        ],
+        "cancel expir closed timeout timedout void abandon released stornier abgelaufen anulad vencid annul scadut \
+         取消 关闭 =e =c",
     ),
     (
         Meaning::Paid,
-        &[
-            "paid",
-            "settled",
-            "captured",
-            "confirm",
-            "complet",
-            "shipped",
-            "deliver",
-            "fulfil",
-            "processing",
-            "sold",
-            "bezahlt",
-            "versand",
-            "pagad",
-            "enviad",
-            "paye",
-            "payé",
-            "pagat",
-            "已付",
-            "已支付",
-            "=p",
-        ],
+        "paid settled captured confirm complet shipped deliver fulfil processing sold bezahlt versand pagad enviad \
+         paye payé pagat 已付 已支付 =p",
     ),
-    (Meaning::Open, &["=open", "=new", "=created", "=payment", "=n"]),
+    (Meaning::Open, "=open =new =created =payment =n"),
 ];
 
 fn meaning(value: &str) -> Option<Meaning> {
     let plain = plain(value);
-    let fits = |part: &&str| part.strip_prefix('=').map_or_else(|| plain.contains(*part), |whole| plain == whole);
-    MEANINGS.iter().find(|(_, parts)| parts.iter().any(fits)).map(|(meaning, _)| *meaning)
+    let fits = |part: &str| part.strip_prefix('=').map_or_else(|| plain.contains(part), |whole| plain == whole);
+    MEANINGS.iter().find(|(_, parts)| parts.split_whitespace().any(fits)).map(|(meaning, _)| *meaning)
 }
 
 /// `PaymentSettled`, `payment-settled` and `payment_settled` as one.
@@ -193,47 +138,27 @@ fn plain(name: &str) -> String {
     name.to_lowercase().chars().filter(|c| c.is_alphanumeric()).collect()
 }
 
-/// Whether a name has one of these parts.
-fn has_part(name: &str, parts: &[&str]) -> bool {
+/// Whether a name has one of these parts, which blanks divide.
+fn has_part(name: &str, parts: &str) -> bool {
     let plain = plain(name);
-    parts.iter().any(|part| plain.contains(part))
+    parts.split_whitespace().any(|part| plain.contains(part))
 }
 
-const STATUS: [&str; 9] = ["status", "state", "stage", "zustand", "estado", "statut", "stato", "settled", "状态"];
-const QUANTITY: [&str; 8] = ["quantity", "qty", "units", "count", "menge", "anzahl", "cantidad", "数量"];
+const STATUS: &str = "status state stage zustand estado statut stato settled 状态";
+const QUANTITY: &str = "quantity qty units count menge anzahl cantidad 数量";
 /// Columns of stock that is promised to orders.
-const TAKEN: [&str; 6] = ["reserved", "lockstock", "locked", "allocated", "booked", "reserviert"];
+const TAKEN: &str = "reserved lockstock locked allocated booked reserviert";
 /// Columns of stock that can be sold.
-const FREE: [&str; 8] = ["available", "stock", "onhand", "size", "free", "bestand", "disponible", "库存"];
-const DEADLINE: [&str; 19] = [
-    "expir",
-    "due",
-    "deadline",
-    "until",
-    "validto",
-    "timeout",
-    "frist",
-    "ablauf",
-    "fällig",
-    "faellig",
-    "bis",
-    "vence",
-    "vencim",
-    "limite",
-    "échéance",
-    "echeance",
-    "scaden",
-    "截止",
-    "过期",
-];
-const CREATED: [&str; 10] =
-    ["creat", "insert", "placed", "datetime", "angelegt", "erstellt", "bestellt", "creado", "inizio", "创建"];
-const CLOSED_AT: [&str; 5] = ["closed", "cancel", "storn", "anulad", "geschlossen"];
+const FREE: &str = "available stock onhand size free bestand disponible 库存";
+const DEADLINE: &str = "expir due deadline until validto timeout frist ablauf fällig faellig bis vence vencim limite \
+                        échéance echeance scaden 截止 过期";
+const CREATED: &str = "creat insert placed datetime angelegt erstellt bestellt creado inizio 创建";
+const CLOSED_AT: &str = "closed cancel storn anulad geschlossen";
 /// Of what an order costs in all, of a part of that, and of its currency.
-const AMOUNT: [&str; 9] = ["payamount", "grandtotal", "total", "amount", "price", "betrag", "summe", "importe", "金额"];
-const PART_OF_AMOUNT: [&str; 7] = ["sub", "tax", "discount", "ship", "item", "promo", "fee"];
-const CURRENCY: [&str; 5] = ["currency", "währung", "waehrung", "moneda", "devise"];
-const CHANGED_AT: [&str; 5] = ["modif", "updat", "chang", "geändert", "actualiz"];
+const AMOUNT: &str = "payamount grandtotal total amount price betrag summe importe 金额";
+const PART_OF_AMOUNT: &str = "sub tax discount ship item promo fee";
+const CURRENCY: &str = "currency währung waehrung moneda devise";
+const CHANGED_AT: &str = "modif updat chang geändert actualiz";
 
 /// The column with the most to say for it, if that is enough.
 fn best<T>(found: Vec<(i32, T)>, least: i32) -> Option<T> {
@@ -251,7 +176,7 @@ async fn status(connection: &mut PgConnection, of: &Relation, clues: &[Clues]) -
     let mut found = Vec::new();
     for clue in clues.iter().filter(|clue| !clue.is_key) {
         let kind = &of.columns[&clue.name];
-        let is_named = has_part(&clue.name, &STATUS);
+        let is_named = has_part(&clue.name, STATUS);
         let (is_number, is_flag) = (kind.base.starts_with("int"), kind.base == "bool");
         // A number and a flag have no words.
         if !(clue.is_enum || TYPES.contains(&&*kind.base)) || (is_number || is_flag) && !is_named && !clue.is_condition
@@ -284,11 +209,11 @@ async fn deadline(
         let base = orders.columns[&clue.name].base.as_str();
         let is_time = base.starts_with("timestamp") || base == "date";
         let is_range = base == "tstzrange";
-        let is_named = has_part(&clue.name, &DEADLINE);
+        let is_named = has_part(&clue.name, DEADLINE);
         if !(is_time || is_range || (base == "int8" && is_named && !clue.is_key)) {
             continue;
         }
-        let is_past = [&CREATED[..], &CLOSED_AT[..], &CHANGED_AT[..]].iter().any(|parts| has_part(&clue.name, parts));
+        let is_past = [CREATED, CLOSED_AT, CHANGED_AT].iter().any(|parts| has_part(&clue.name, parts));
         let is_ahead = is_time && clue.leads_index && survey::has_future(connection, orders, &clue.name).await?;
         let points = 6 * i32::from(is_named)
             + 5 * i32::from(is_range)
@@ -302,21 +227,21 @@ async fn deadline(
 
 async fn reservation(connection: &mut PgConnection, key: &ForeignKey) -> Result<Option<Reservation>, CatalogError> {
     let items = catalog::relation(connection, "items", &key.table).await?;
-    let quantity = number_like(&items, &QUANTITY);
+    let quantity = number_like(&items, QUANTITY);
     let mut found = Vec::new();
     for of_items in survey::foreign_keys(connection, &items.qualified(), false).await? {
         if of_items.target == key.target {
             continue;
         }
         let relation = catalog::relation(connection, "stock", &of_items.target).await?;
-        let (taken, free) = (number_like(&relation, &TAKEN), number_like(&relation, &FREE));
+        let (taken, free) = (number_like(&relation, TAKEN), number_like(&relation, FREE));
         // A row of its own for each place or piece.
         let mut place = None;
         if taken.is_none() && free.is_none() && quantity.is_none() {
             let clues = survey::clues(connection, &relation).await?;
             place = status(connection, &relation, &clues).await?;
         }
-        let place = place.filter(|status| status.values.iter().any(|(value, _)| has_part(value, &PLACES)));
+        let place = place.filter(|status| status.values.iter().any(|(value, _)| has_part(value, PLACES)));
         let points = 3 * i32::from(taken.is_some()) + 2 * i32::from(free.is_some()) + i32::from(place.is_some());
         found.push((points, Stock { key: of_items, relation, taken, free, status: place }));
     }
@@ -326,14 +251,13 @@ async fn reservation(connection: &mut PgConnection, key: &ForeignKey) -> Result<
 }
 
 /// Words of a place or a piece that can be taken.
-const PLACES: [&str; 8] = ["free", "available", "reserved", "held", "sold", "booked", "taken", "frei"];
+const PLACES: &str = "free available reserved held sold booked taken frei";
 
 /// The first numeric column with one of these parts in its name.
-fn number_like(relation: &Relation, parts: &[&str]) -> Option<String> {
+fn number_like(relation: &Relation, parts: &str) -> Option<String> {
     let is_number = |kind: &ColumnType| kind.base.starts_with("int") || kind.base == "numeric";
-    let found =
-        |part: &&str| relation.columns.iter().find(|(name, kind)| is_number(kind) && plain(name).contains(*part));
-    parts.iter().find_map(found).map(|(name, _)| name.clone())
+    let found = |part| relation.columns.iter().find(|(name, kind)| is_number(kind) && plain(name).contains(part));
+    parts.split_whitespace().find_map(found).map(|(name, _)| name.clone())
 }
 
 /// What the proposal is written from.
@@ -523,15 +447,16 @@ impl Draft {
     fn money(&self, lines: &mut Vec<String>) {
         let columns = &self.orders.relation.columns;
         // The first part fits best, and the whole name better than a part of it.
-        let named = |parts: &[&str], types: &[&str]| {
+        let named = |parts: &str, types: &[&str]| {
             let is_of = |name: &&String| types.contains(&columns[*name].base.as_str());
-            let is_whole = |clue: &&Clues| !clue.is_key && !has_part(&clue.name, &PART_OF_AMOUNT);
+            let is_whole = |clue: &&Clues| !clue.is_key && !has_part(&clue.name, PART_OF_AMOUNT);
             let names = || self.clues.iter().filter(is_whole).map(|clue| &clue.name).filter(is_of);
-            let whole = parts.iter().find_map(|part| names().find(|name| plain(name) == *part));
-            whole.or_else(|| parts.iter().find_map(|part| names().find(|name| has_part(name, &[part])))).cloned()
+            let whole = parts.split_whitespace().find_map(|part| names().find(|name| plain(name) == part));
+            let in_part = || parts.split_whitespace().find_map(|part| names().find(|name| has_part(name, part)));
+            whole.or_else(in_part).cloned()
         };
-        let Some(amount) = named(&AMOUNT, &["numeric", "int4", "int8"]) else { return };
-        let currency = named(&CURRENCY, &["text", "varchar", "bpchar", "citext"]);
+        let Some(amount) = named(AMOUNT, &["numeric", "int4", "int8"]) else { return };
+        let currency = named(CURRENCY, &["text", "varchar", "bpchar", "citext"]);
         let comment = if currency.is_some() { "" } else { "# " };
         lines.push(match &currency {
             Some(_) => "# A guess by the names: what an order costs, for the forecast.".into(),
@@ -552,7 +477,7 @@ impl Draft {
     fn created(&self) -> Option<(&str, &ColumnType)> {
         let of_time = |clue: &&Clues| self.orders.relation.columns[&clue.name].base.starts_with("timestamp");
         let times = || self.clues.iter().filter(of_time);
-        let found = times().find(|clue| has_part(&clue.name, &CREATED)).or_else(|| times().find(|clue| clue.is_now))?;
+        let found = times().find(|clue| has_part(&clue.name, CREATED)).or_else(|| times().find(|clue| clue.is_now))?;
         Some((&found.name, &self.orders.relation.columns[&found.name]))
     }
 
@@ -565,10 +490,10 @@ impl Draft {
         }
         let of_time = |clue: &&Clues| self.orders.relation.columns[&clue.name].base.starts_with("timestamp");
         let is_deadline = |clue: &Clues| self.deadline.as_ref() == Some(&clue.name);
-        let like = |parts: &[&str]| {
+        let like = |parts: &str| {
             self.clues.iter().filter(of_time).find(|clue| has_part(&clue.name, parts) && !is_deadline(clue))
         };
-        if let Some(clue) = like(&CLOSED_AT).or_else(|| like(&CHANGED_AT)) {
+        if let Some(clue) = like(CLOSED_AT).or_else(|| like(CHANGED_AT)) {
             set.push(format!("{} = \"now\"", toml_key(&clue.name)));
         }
         lines.push(format!("close = {{ {} }}", set.join(", ")));
