@@ -156,7 +156,7 @@ async fn create_wave(pool: &PgPool, count: usize) -> Vec<(Uuid, Timestamp)> {
     .fetch_all(pool)
     .await
     .expect("a wave of orders");
-    rows.into_iter().map(|(id, at)| (id, postgres::moment(at))).collect()
+    rows.into_iter().map(|(id, at)| (id, Timestamp::from(at))).collect()
 }
 
 /// Sends the payment at its moment. Returns what it was answered; `None` if the provider has taken no money.

@@ -2,11 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use order_timeout::postgres;
-use order_timeout_client::postgres::schedule;
+use order_timeout_client::postgres::{Timestamptz, schedule};
 use order_timeout_core::order::Timestamp;
 use sqlx::{PgConnection, PgPool};
-use time::OffsetDateTime;
 use uuid::Uuid;
 
 const DELAY: Duration = Duration::from_secs(3_600);
@@ -35,7 +33,7 @@ pub async fn per_second(pool: &PgPool, orders: usize, alarm: AlarmWrite) -> anyh
 
 async fn create(connection: &mut PgConnection, alarm: AlarmWrite) -> anyhow::Result<()> {
     let (id, deadline) = (Uuid::now_v7(), Timestamp::now_by_local_clock() + DELAY);
-    let expires_at = postgres::timestamp(deadline).expect("an hour from now is within the calendar");
+    let expires_at = Timestamptz(deadline);
     let mut transaction = sqlx::Connection::begin(connection).await?;
     match alarm {
         AlarmWrite::None | AlarmWrite::ScheduleIn => {
@@ -57,7 +55,7 @@ async fn insert(
     statement: &'static str,
     transaction: &mut PgConnection,
     id: Uuid,
-    expires_at: OffsetDateTime,
+    expires_at: Timestamptz,
 ) -> Result<(), sqlx::Error> {
     sqlx::query(statement).bind(id).bind(expires_at).execute(transaction).await.map(drop)
 }

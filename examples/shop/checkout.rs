@@ -1,7 +1,6 @@
 //! Where orders are created and paid: what a shop that uses the library does with its own database.
 
 use anyhow::Context;
-use order_timeout::postgres;
 use order_timeout_client::Publisher;
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
 use order_timeout_core::order::Timestamp;
@@ -115,7 +114,7 @@ impl Checkout {
                 .await?;
         }
         transaction.commit().await?;
-        Ok(postgres::moment(expires_at))
+        Ok(Timestamp::from(expires_at))
     }
 
     /// The other side of the race. `status = 'unpaid'` in the WHERE decides it: Postgres waits for a close that holds
@@ -182,5 +181,5 @@ async fn sample_clock(pool: &PgPool) -> sqlx::Result<ClockSample> {
     let mut connection = pool.acquire().await?;
     let asked = std::time::Instant::now();
     let now: OffsetDateTime = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&mut *connection).await?;
-    Ok(ClockSample { asked, answered: std::time::Instant::now(), database: postgres::moment(now) })
+    Ok(ClockSample { asked, answered: std::time::Instant::now(), database: Timestamp::from(now) })
 }

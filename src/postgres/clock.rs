@@ -8,7 +8,6 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::clock::ClockSample;
 use order_timeout_core::order::Timestamp;
 use sqlx::{Connection, PgConnection, Row};
-use time::OffsetDateTime;
 
 use super::DIAGNOSIS_TIMEOUT;
 use super::connect::{connect_once, connect_options, in_time};
@@ -51,16 +50,4 @@ pub async fn ask_time(settings: &DatabaseSettings, timeout: Duration) -> Result<
     // The answer is known, so an error while closing is ignored.
     let _ = tokio::time::timeout(DIAGNOSIS_TIMEOUT, connection.close()).await;
     Ok(now)
-}
-
-/// A Postgres timestamp as a [`Timestamp`]: both count microseconds.
-#[must_use]
-pub fn moment(time: OffsetDateTime) -> Timestamp {
-    Timestamp::from_unix_micros(i64::try_from(time.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX))
-}
-
-/// A [`Timestamp`] as a Postgres timestamp; `None` beyond the calendar's years.
-#[must_use]
-pub fn timestamp(moment: Timestamp) -> Option<OffsetDateTime> {
-    OffsetDateTime::from_unix_timestamp_nanos(i128::from(moment.unix_micros()) * 1_000).ok()
 }

@@ -39,7 +39,7 @@ use sqlx::{Connection, PgConnection, PgPool};
 use tracing::debug;
 
 use crate::config::DatabaseSettings;
-pub use clock::{ask_time, moment, now, sample, timestamp};
+pub use clock::{ask_time, now, sample};
 pub use connect::place;
 use connect::{
     APPLICATION_NAME, address, connect_once, connect_options, first_connection, in_time, parameters, why_not_connected,

@@ -13,11 +13,10 @@ use order_timeout_core::order::Timestamp;
 use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
-use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::selection::Selection;
-use super::{Database, Operator, timestamp};
+use super::{Database, Operator};
 
 /// Rows deleted by one statement because they are old: each may hold 16 KiB.
 const DELETE_BATCH_SIZE: u64 = 1_000;
@@ -78,7 +77,7 @@ pub async fn insert(database: &Database, dead_letters: &[&DeadLetter]) -> Result
     let details: Vec<String> = dead_letters.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
     let order_ids: Vec<Option<&str>> =
         dead_letters.iter().map(|p| p.order_id.as_ref().map(order_timeout_core::order::OrderId::as_str)).collect();
-    let deadlines: Vec<Option<OffsetDateTime>> = dead_letters.iter().map(|p| p.deadline.and_then(timestamp)).collect();
+    let deadlines: Vec<Option<Timestamptz>> = dead_letters.iter().map(|p| p.deadline.map(Timestamptz)).collect();
     let kinds: Vec<&str> = dead_letters.iter().map(|p| p.kind.as_str()).collect();
     let attempts: Vec<i32> = dead_letters.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
     let bodies: Vec<&[u8]> = dead_letters.iter().map(|p| p.body.as_slice()).collect();
@@ -121,7 +120,7 @@ pub async fn list_after(
     after: Option<Place>,
     limit: i64,
 ) -> Result<Vec<Parked>, sqlx::Error> {
-    let (since, id) = after.map_or((None, None), |place| (timestamp(place.since), Some(place.id)));
+    let (since, id) = after.map(|place| (Timestamptz(place.since), place.id)).unzip();
     let select = sqlx::query(
         "SELECT id, reason, detail, kind, order_id, deadline, attempts, parked_at, body,
                 extract(epoch FROM clock_timestamp() - parked_at)::bigint AS age_s
@@ -218,8 +217,7 @@ pub async fn drop_retried(
     rows: &[(Uuid, Timestamp)],
     operator: &Operator,
 ) -> Result<(), sqlx::Error> {
-    let (ids, since): (Vec<Uuid>, Vec<Option<OffsetDateTime>>) =
-        rows.iter().map(|(id, since)| (*id, timestamp(*since))).unzip();
+    let (ids, since): (Vec<Uuid>, Vec<Timestamptz>) = rows.iter().map(|(id, since)| (*id, Timestamptz(*since))).unzip();
     // The record has all of them: what was parked again meanwhile was retried as well.
     let delete = sqlx::query(
         "WITH retried AS MATERIALIZED (

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::options::{QueueDeleteOptions, QueuePurgeOptions};
-use order_timeout::postgres;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::away::{is_consumed, meanwhile};
@@ -350,7 +349,7 @@ impl FaultRun<'_> {
                 .await
                 .unwrap();
         let orders: Vec<Order> =
-            unpaid.into_iter().map(|(id, at)| Order { id, deadline: postgres::moment(at) }).collect();
+            unpaid.into_iter().map(|(id, at)| Order { id, deadline: Timestamp::from(at) }).collect();
         let env = self.environment.with_broker_channel().await;
         env.deliver(&orders).await;
         env.deliver(&orders).await;

@@ -41,7 +41,6 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::ledger::Ledger;
 use order_timeout_testkit::machine_stall_probe::{MachineStall, stalled_time, total_duration};
@@ -377,7 +376,7 @@ fn check_at_provider(
     events: &EventCounts<'_>,
     (observations, provider): (&Observations<'_>, AskedProvider<'_>),
 ) {
-    let unresolved = row.unresolved_reason.as_deref().zip(row.unresolved_at.map(postgres::moment));
+    let unresolved = row.unresolved_reason.as_deref().zip(row.unresolved_at.map(Timestamp::from));
     let (status, truth) = (row.status.as_str(), (provider.truth)(record.id));
     let found = Found { status, truth, settlements: row.settlements, unresolved };
     let end = judge(record, found, observations.completed, provider.waits);
@@ -420,7 +419,7 @@ fn check_close(tally: &mut Tally, record: &OrderRecord, row: &Row, events: usize
         tally.lost += 1;
         tally.violation(record, Some(row), "closed, but no event was received");
     }
-    let (deadline, closed_at) = (postgres::moment(row.expires_at), postgres::moment(row.committed_at));
+    let (deadline, closed_at) = (Timestamp::from(row.expires_at), Timestamp::from(row.committed_at));
     if closed_at < deadline.max(record.deadline) || deadline != record.deadline {
         tally.early += 1;
         tally.violation(record, Some(row), "closed early, or for a deadline that the shop does not know");
@@ -430,7 +429,7 @@ fn check_close(tally: &mut Tally, record: &OrderRecord, row: &Row, events: usize
 
 /// How late an order was closed, or settled as paid.
 fn note_lateness(tally: &mut Tally, record: &OrderRecord, row: &Row, observations: &Observations<'_>) {
-    let (deadline, closed_at) = (postgres::moment(row.expires_at), postgres::moment(row.committed_at));
+    let (deadline, closed_at) = (Timestamp::from(row.expires_at), Timestamp::from(row.committed_at));
     let waits = observations.provider.map(|provider| provider.waits);
     let excused = |waits| {
         let faults = (observations.completed, observations.declined);
@@ -541,8 +540,7 @@ async fn expired(pool: &PgPool) -> Expired {
     .fetch_all(pool)
     .await
     .unwrap();
-    let of_order =
-        |(order, deadline): (String, OffsetDateTime)| Some((order.parse().ok()?, postgres::moment(deadline)));
+    let of_order = |(order, deadline): (String, OffsetDateTime)| Some((order.parse().ok()?, Timestamp::from(deadline)));
     rows.into_iter().filter_map(of_order).collect()
 }
 

@@ -15,7 +15,7 @@ use order_timeout::outbox::event_relay::EventRelay;
 use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::message::OrderClosed;
-use order_timeout_core::order::{ClosedBy, OrderId};
+use order_timeout_core::order::{ClosedBy, OrderId, Timestamp};
 use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
 use uuid::Uuid;
 
@@ -95,7 +95,7 @@ async fn assert_events_of(env: &TestEnv, received: &[Delivery], orders: &[Order]
             (closed.deadline, closed.closed_by, closed.reason.as_str()),
             (order.deadline, ClosedBy::Alarm, "unpaid")
         );
-        assert_eq!(closed.closed_at, order_timeout::postgres::moment(closed_at[&order.id]));
+        assert_eq!(closed.closed_at, Timestamp::from(closed_at[&order.id]));
     }
     assert_eq!(expected.len(), 0, "closed and not announced: {expected:?}");
 }

@@ -15,8 +15,8 @@ use order_timeout::config::kinds::Remind;
 use order_timeout::handler::Handlers;
 use order_timeout::http::READYZ;
 use order_timeout::operations::doctor::{Options, examine};
-use order_timeout::postgres;
 use order_timeout_core::kind::Kind;
+use order_timeout_core::order::Timestamp;
 use order_timeout_core::problem::{Cause, Problem};
 use order_timeout_testkit::away::{expiring_queue_arguments, meanwhile, on_private_database};
 use order_timeout_testkit::figures::{get, serve_http};
@@ -685,7 +685,7 @@ fn adopted_shop_is_quiet(shop: &'static str) {
             sqlx::query_as(AssertSqlSafe(fixture(shop, "state.sql"))).fetch_all(&env.pool).await.unwrap()
         };
         for (id, _, deadline) in states().await {
-            publisher.schedule(&id, postgres::moment(deadline)).await.unwrap();
+            publisher.schedule(&id, Timestamp::from(deadline)).await.unwrap();
         }
         deployment.assert_quiet("busy").await;
         wait_for("the closes", async || states().await.iter().all(|(_, state, _)| state != "open")).await;

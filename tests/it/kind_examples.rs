@@ -149,7 +149,7 @@ fn troubled_kinds_delay_no_other() {
         .await
         .unwrap();
         let flood: Vec<(String, Timestamp)> =
-            flood.into_iter().map(|(id, until)| (id.to_string(), order_timeout::postgres::moment(until))).collect();
+            flood.into_iter().map(|(id, until)| (id.to_string(), Timestamp::from(until))).collect();
         publisher.schedule_all_kind(&kind("flooded"), flood.iter().map(|(id, until)| (id, *until))).await.unwrap();
         let soon = Timestamp::now_by_local_clock() + SECOND;
         for name in ["failing", "locked"] {

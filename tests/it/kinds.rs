@@ -77,7 +77,7 @@ pub(crate) async fn create(env: &TestEnv, name: &str, delay: Duration) -> (Strin
     );
     let (id, until): (i64, time::OffsetDateTime) =
         sqlx::query_as(AssertSqlSafe(insert)).bind(delay.as_secs_f64()).fetch_one(&env.pool).await.unwrap();
-    (id.to_string(), order_timeout::postgres::moment(until))
+    (id.to_string(), Timestamp::from(until))
 }
 
 pub(crate) async fn closed(env: &TestEnv, name: &str) -> i64 {

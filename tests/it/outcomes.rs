@@ -30,7 +30,7 @@ async fn extend(env: &TestEnv, order: &Order, by: Duration) -> Order {
     .fetch_one(&env.pool)
     .await
     .unwrap();
-    Order { deadline: order_timeout::postgres::moment(deadline), ..*order }
+    Order { deadline: Timestamp::from(deadline), ..*order }
 }
 
 /// A transaction that holds a lock on one row until it ends.
@@ -314,7 +314,7 @@ fn order_committed_after_its_alarm_is_closed() {
         .fetch_one(&mut *creating)
         .await
         .unwrap();
-        let order = Order { id, deadline: order_timeout::postgres::moment(deadline) };
+        let order = Order { id, deadline: Timestamp::from(deadline) };
         env.deliver([&order]).await;
         wait_until(order.deadline + SECOND).await;
         assert_eq!(env.parked().await, []);

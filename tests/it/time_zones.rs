@@ -7,7 +7,7 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::http::READYZ;
-use order_timeout::postgres::{Database, moment};
+use order_timeout::postgres::Database;
 use order_timeout_core::order::{Overdue, SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::process::call_with;
@@ -111,7 +111,7 @@ async fn assert_lateness(env: &TestEnv, bound: Duration, zone: &str) {
     assert_eq!(env.count("SELECT count(*) FROM public.tickets WHERE closed_at < until").await, 0, "{zone}: early");
     let closed = sqlx::query_as("SELECT until, closed_at FROM public.tickets WHERE state = 'closed'");
     let closed: Vec<(OffsetDateTime, OffsetDateTime)> = closed.fetch_all(&env.pool).await.unwrap();
-    let late = closed.into_iter().map(|(until, closed_at)| moment(closed_at).since(moment(until)));
+    let late = closed.into_iter().map(|(until, closed_at)| Timestamp::from(closed_at).since(Timestamp::from(until)));
     let latest = late.max().expect("a close");
     assert!(latest < promised(bound), "{zone}: {latest:?}");
 }

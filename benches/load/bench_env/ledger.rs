@@ -4,13 +4,12 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use hdrhistogram::Histogram;
-use order_timeout::postgres;
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use serde_json::{Value, json};
 use sqlx::PgPool;
-use time::OffsetDateTime;
 
 /// The orders that were due, and how they ended.
 #[derive(Debug)]
@@ -71,10 +70,10 @@ pub fn millis(micros: u64) -> f64 {
 }
 
 pub async fn read(pool: &PgPool, last: Timestamp) -> anyhow::Result<Ledger> {
-    let last = postgres::timestamp(last).context("a deadline within the calendar")?;
+    let last = Timestamptz(last);
     let mut lateness_us = histogram();
     let mut early = 0;
-    let began = postgres::timestamp(Timestamp::from_unix_micros(0)).context("a deadline within the calendar")?;
+    let began = Timestamptz(Timestamp::from_unix_micros(0));
     for late_us in lateness(pool, began, last).await? {
         match u64::try_from(late_us) {
             Ok(late_us) => lateness_us.record(late_us)?,
@@ -102,7 +101,7 @@ pub async fn read(pool: &PgPool, last: Timestamp) -> anyhow::Result<Ledger> {
 }
 
 /// In microseconds, of the closed orders with a deadline from `first` to `last`; negative for those closed early.
-pub async fn lateness(pool: &PgPool, first: OffsetDateTime, last: OffsetDateTime) -> anyhow::Result<Vec<i64>> {
+pub async fn lateness(pool: &PgPool, first: Timestamptz, last: Timestamptz) -> anyhow::Result<Vec<i64>> {
     let query = sqlx::query_scalar(
         "SELECT (extract(epoch FROM least(closed_at, pg_xact_commit_timestamp(xmin)) - expires_at) * 1000000)::bigint
          FROM orders WHERE status = 'closed' AND expires_at BETWEEN $1 AND $2 AND closed_at < expires_at

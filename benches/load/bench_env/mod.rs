@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
@@ -18,6 +18,7 @@ use order_timeout::Settings;
 use order_timeout::postgres;
 use order_timeout_amqp::connect;
 use order_timeout_client::Publisher;
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool};
@@ -209,7 +210,7 @@ impl<'a> BenchEnv<'a> {
     }
 
     async fn insert(&self, ids: &[Uuid], deadlines: &[Timestamp], articles: &[String]) -> anyhow::Result<()> {
-        let deadlines: Option<Vec<_>> = deadlines.iter().map(|moment| postgres::timestamp(*moment)).collect();
+        let deadlines: Vec<_> = deadlines.iter().map(|moment| Timestamptz(*moment)).collect();
         let mut transaction = self.pool.begin().await?;
         sqlx::query(
             "INSERT INTO stock (article_id, available, reserved)
@@ -221,7 +222,7 @@ impl<'a> BenchEnv<'a> {
         .await?;
         sqlx::query("INSERT INTO orders (id, expires_at) SELECT * FROM unnest($1::uuid[], $2::timestamptz[])")
             .bind(ids)
-            .bind(deadlines.context("deadlines within the calendar")?)
+            .bind(deadlines)
             .execute(&mut *transaction)
             .await?;
         sqlx::query(
@@ -238,7 +239,7 @@ impl<'a> BenchEnv<'a> {
     /// Waits until no order that is due by `last` is unpaid, or the time is up.
     pub async fn wait_until_closed(&self, last: Timestamp, closing: &mut Program) -> anyhow::Result<()> {
         sleep_until(last).await;
-        let timestamp = postgres::timestamp(last).context("a deadline within the calendar")?;
+        let timestamp = Timestamptz(last);
         while Timestamp::now_by_local_clock() < last + TIMEOUT {
             closing.ensure_runs()?;
             // From the end of the deadline index, which holds the last orders to be closed: the cheapest query.

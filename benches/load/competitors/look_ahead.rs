@@ -8,7 +8,7 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::config::WorkerSettings;
 use order_timeout::effects::close::CLOSE_SQL;
-use order_timeout::postgres::{self, Database};
+use order_timeout::postgres::Database;
 use order_timeout_core::order::Timestamp;
 use sqlx::PgConnection;
 use time::OffsetDateTime;
@@ -82,7 +82,7 @@ async fn load(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
         .bind(AHEAD.as_secs_f64())
         .fetch_all(&mut *connection)
         .await?;
-        let entries = rows.into_iter().map(|(id, deadline)| (postgres::moment(deadline), id));
+        let entries = rows.into_iter().map(|(id, deadline)| (Timestamp::from(deadline), id));
         timer.waiting.lock().unwrap_or_else(PoisonError::into_inner).extend(entries);
         timer.loaded.notify_waiters();
     }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use order_timeout::postgres;
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use serde_json::{Map, Value, json};
 use sqlx::PgPool;
@@ -105,8 +105,7 @@ async fn pay(pool: &PgPool, alarms: &[OrderDeadline]) -> anyhow::Result<()> {
 /// How many orders were known to fall due in this minute.
 async fn foreseen(pool: &PgPool, due: Timestamp) -> anyhow::Result<i64> {
     let known = "SELECT coalesce(max(foreseen), 0) FROM closing_minutes WHERE minute = date_trunc('minute', $1)";
-    let due = postgres::timestamp(due).context("a deadline within the calendar")?;
-    Ok(sqlx::query_scalar(known).bind(due).fetch_one(pool).await?)
+    Ok(sqlx::query_scalar(known).bind(Timestamptz(due)).fetch_one(pool).await?)
 }
 
 /// A paid order is not lost.

@@ -5,13 +5,12 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use order_timeout::postgres;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::{ALARM_TYPE, Alarm};
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::linux;
 use serde_json::{Map, Value, json};
-use time::OffsetDateTime;
 use uuid::Uuid;
 
 use crate::Options;
@@ -168,7 +167,7 @@ fn message(exchange: &str, sort: Sort, number: usize, existing: &[OrderDeadline]
 
 async fn lateness(env: &BenchEnv<'_>, from: Timestamp, to: Timestamp) -> anyhow::Result<Value> {
     let mut lateness_us = histogram();
-    for late_us in ledger::lateness(&env.pool, bound(from)?, bound(to)?).await? {
+    for late_us in ledger::lateness(&env.pool, Timestamptz(from), Timestamptz(to)).await? {
         // The ledger counts those that were early.
         lateness_us.record(u64::try_from(late_us).unwrap_or_default())?;
     }
@@ -181,7 +180,7 @@ async fn closed_by(env: &BenchEnv<'_>, from: Timestamp, to: Timestamp) -> anyhow
         "SELECT closed_by, count(*) FROM orders
          WHERE status = 'closed' AND expires_at >= $1 AND expires_at < $2 GROUP BY closed_by",
     );
-    let by: Vec<(String, i64)> = count.bind(bound(from)?).bind(bound(to)?).fetch_all(&env.pool).await?;
+    let by: Vec<(String, i64)> = count.bind(Timestamptz(from)).bind(Timestamptz(to)).fetch_all(&env.pool).await?;
     Ok(by.into_iter().map(|(by, orders)| (by, json!(orders))).collect::<Map<_, _>>().into())
 }
 
@@ -192,12 +191,8 @@ async fn swept_between(env: &BenchEnv<'_>, from: Timestamp, to: Timestamp) -> an
          FROM orders WHERE closed_by = 'sweep' AND expires_at >= $1 AND expires_at < $2",
     );
     let (first, last): (Option<f64>, Option<f64>) =
-        found.bind(bound(from)?).bind(bound(to)?).fetch_one(&env.pool).await?;
+        found.bind(Timestamptz(from)).bind(Timestamptz(to)).fetch_one(&env.pool).await?;
     Ok(json!([first, last]))
-}
-
-fn bound(moment: Timestamp) -> anyhow::Result<OffsetDateTime> {
-    postgres::timestamp(moment).context("a deadline within the calendar")
 }
 
 /// Deliveries of this namespace, held alarms included.

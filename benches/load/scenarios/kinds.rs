@@ -4,13 +4,12 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use order_timeout::postgres;
 use order_timeout_client::Publisher;
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, PgPool};
-use time::OffsetDateTime;
 
 use crate::Options;
 use crate::bench_env::ledger::{histogram, lateness_ms};
@@ -128,14 +127,11 @@ async fn schedule(
     kind: &str,
     deadlines: &[Timestamp],
 ) -> anyhow::Result<()> {
-    let until: Option<Vec<OffsetDateTime>> = deadlines.iter().map(|moment| postgres::timestamp(*moment)).collect();
+    let until: Vec<Timestamptz> = deadlines.iter().map(|moment| Timestamptz(*moment)).collect();
     let insert = format!("INSERT INTO public.{kind} (until) SELECT unnest($1::timestamptz[]) RETURNING id, until");
-    let rows: Vec<(i64, OffsetDateTime)> = sqlx::query_as(AssertSqlSafe(insert))
-        .bind(until.context("deadlines within the calendar")?)
-        .fetch_all(&env.pool)
-        .await?;
+    let rows: Vec<(i64, Timestamptz)> = sqlx::query_as(AssertSqlSafe(insert)).bind(until).fetch_all(&env.pool).await?;
     let alarms: Vec<(String, Timestamp)> =
-        rows.into_iter().map(|(id, until)| (id.to_string(), postgres::moment(until))).collect();
+        rows.into_iter().map(|(id, Timestamptz(until))| (id.to_string(), until)).collect();
     publisher.schedule_all_kind(&Kind::new(kind)?, alarms.iter().map(|(id, until)| (id, *until))).await?;
     Ok(())
 }

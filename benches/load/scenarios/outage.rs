@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
-use order_timeout::postgres;
+use anyhow::ensure;
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use serde_json::json;
 use sqlx::PgPool;
@@ -78,9 +78,8 @@ async fn run_in(
 
 /// Of the orders that fell due in this time.
 async fn lateness(pool: &PgPool, (from, to): (Timestamp, Timestamp)) -> anyhow::Result<serde_json::Value> {
-    let bound = |moment| postgres::timestamp(moment).context("a deadline within the calendar");
     let mut lateness_us = histogram();
-    for late_us in ledger::lateness(pool, bound(from)?, bound(to)?).await? {
+    for late_us in ledger::lateness(pool, Timestamptz(from), Timestamptz(to)).await? {
         // The ledger counts those that were early.
         lateness_us.record(u64::try_from(late_us).unwrap_or_default())?;
     }

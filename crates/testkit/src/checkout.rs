@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
 use sqlx::PgConnection;
 use time::OffsetDateTime;
@@ -35,7 +34,7 @@ pub async fn take_orders(
     .await?;
     let rows: Vec<(Uuid, OffsetDateTime)> =
         sqlx::query_as("SELECT id, expires_at FROM orders WHERE id = ANY ($1)").bind(ids).fetch_all(connection).await?;
-    Ok(rows.into_iter().map(|(id, at)| (id, postgres::moment(at))).collect())
+    Ok(rows.into_iter().map(|(id, at)| (id, Timestamp::from(at))).collect())
 }
 
 /// Pays as a shop should: guarded by the status, in the caller's transaction. Returns whether the order was still

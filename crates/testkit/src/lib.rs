@@ -38,7 +38,6 @@ use lapin::{BasicProperties, Channel, Connection};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::handler::Handlers;
-use order_timeout::postgres;
 use order_timeout::runtime::{StartError, Worker};
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{self, BrokerError};
@@ -428,7 +427,7 @@ impl TestEnv {
         rows.iter()
             .map(|row| {
                 let expires_at: OffsetDateTime = row.get("expires_at");
-                Order { id: row.get("id"), deadline: postgres::moment(expires_at) }
+                Order { id: row.get("id"), deadline: Timestamp::from(expires_at) }
             })
             .collect()
     }

@@ -9,7 +9,6 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::PgPoolOptions;
@@ -97,7 +96,7 @@ impl MachineStallProbe {
         let closed: Vec<(Uuid, OffsetDateTime, OffsetDateTime)> = closed.fetch_all(&env.pool).await.unwrap();
         let stalls = self.stalls();
         let lateness_ms = |(id, deadline, closed_at)| {
-            let (deadline, closed_at) = (postgres::moment(deadline), postgres::moment(closed_at));
+            let (deadline, closed_at) = (Timestamp::from(deadline), Timestamp::from(closed_at));
             let late_ms = closed_at.since(deadline).saturating_sub(stalled_time(&stalls, deadline, closed_at));
             (id, late_ms.as_secs_f64() * 1e3)
         };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use order_timeout::operations::adopt::Level;
 use order_timeout::operations::adopt::check::{self, CheckReport};
-use order_timeout::postgres::{self, Database};
+use order_timeout::postgres::Database;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use sqlx::AssertSqlSafe;
@@ -26,7 +26,7 @@ type Orders = BTreeMap<String, (String, Timestamp)>;
 async fn orders(env: &TestEnv, shop: &str) -> Orders {
     let rows: Vec<(String, String, OffsetDateTime)> =
         sqlx::query_as(AssertSqlSafe(text(shop, "state.sql"))).fetch_all(&env.pool).await.unwrap();
-    rows.into_iter().map(|(id, state, deadline)| (id, (state, postgres::moment(deadline)))).collect()
+    rows.into_iter().map(|(id, state, deadline)| (id, (state, Timestamp::from(deadline)))).collect()
 }
 
 /// Pays an order if it is still open, as often as a deadlock requires. Returns whether it was paid.
@@ -118,7 +118,7 @@ async fn assert_books(env: &TestEnv, shop: &str, before: &Orders, paid: &[String
     .unwrap();
     assert_eq!(announced.len(), ORDERS - paid.len(), "{shop}");
     for (id, deadline, in_time) in announced {
-        assert_eq!(before[&id].1, postgres::moment(deadline), "{shop}: {id}");
+        assert_eq!(before[&id].1, Timestamp::from(deadline), "{shop}: {id}");
         assert!(in_time && !paid.contains(&id), "{shop}: {id}");
     }
     let odd: Vec<String> =
