@@ -334,21 +334,6 @@ metrics! {
         "Calls that were not made because the circuit breaker was open, or because their turn did not come in time.";
 }
 
-/// What the prometheus crate reads from /proc, on Linux.
-pub const PROCESS_METRICS: &[Listed] = &[
-    process_metric("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
-    process_metric("process_open_fds", "gauge", "Number of open file descriptors."),
-    process_metric("process_max_fds", "gauge", "Maximum number of open file descriptors."),
-    process_metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
-    process_metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
-    process_metric("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds."),
-    process_metric("process_threads", "gauge", "Number of OS threads in the process."),
-];
-
-const fn process_metric(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
-    Listed { name, kind, of: &[], label: None, help, is_reading: false }
-}
-
 impl Metrics {
     /// # Panics
     /// If the list has a duplicate or an invalid name; a test registers every metric.

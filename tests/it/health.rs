@@ -11,7 +11,7 @@ use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
 use order_timeout::observe::health::Health;
-use order_timeout::observe::metrics::{Listed, PROCESS_METRICS, listed};
+use order_timeout::observe::metrics::{Listed, listed};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::kind::Kind;
@@ -32,6 +32,21 @@ const SECOND: Duration = Duration::from_secs(1);
 
 async fn is_ready(worker: &RunningWorker) -> bool {
     get(worker, READYZ).await == (200, "ready\n".into())
+}
+
+/// What the prometheus crate reads from /proc, on Linux.
+pub const PROCESS_METRICS: &[Listed] = &[
+    process_metric("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
+    process_metric("process_open_fds", "gauge", "Number of open file descriptors."),
+    process_metric("process_max_fds", "gauge", "Maximum number of open file descriptors."),
+    process_metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
+    process_metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
+    process_metric("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds."),
+    process_metric("process_threads", "gauge", "Number of OS threads in the process."),
+];
+
+const fn process_metric(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
+    Listed { name, kind, of: &[], label: None, help, is_reading: false }
 }
 
 #[test]

@@ -12,13 +12,15 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::http;
-use order_timeout::observe::metrics::{Metrics, PROCESS_METRICS, listed};
+use order_timeout::observe::metrics::{Metrics, listed};
 use order_timeout_testkit::figures::serve_http;
 use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for};
 use regex::Regex;
 use serde_json::{Value, json};
+
+use crate::health::PROCESS_METRICS;
 
 const RULES: &str = "deploy/prometheus/rules.yml";
 const RULE_TESTS: [&str; 2] = ["deploy/prometheus/rules.test.yml", "deploy/prometheus/rules.day.test.yml"];
