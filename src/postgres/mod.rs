@@ -49,7 +49,7 @@ pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, unu
 pub use lease::Lease;
 pub use migrations::{migrate, require_migrated};
 pub use operator::Operator;
-use session::{Session, TimeZone, ZoneOrigin};
+use session::{ASSUMED, Session, TimeZone};
 pub use session::{is_about_pooler, shorten_lock_timeout};
 
 /// How much longer than `database.statement_timeout` a call waits before the server counts as unreachable.
@@ -226,7 +226,7 @@ impl Database {
     /// Whether the time zone is a guess, because the role may not read the server's configuration.
     #[must_use]
     pub fn assumes_time_zone(&self) -> bool {
-        self.time_zone().origin == ZoneOrigin::Assumed
+        self.time_zone().origin == ASSUMED
     }
 
     /// Whether connections are, or may be, encrypted.

@@ -35,35 +35,12 @@ pub(crate) struct Session {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TimeZone {
     pub name: String,
-    pub origin: ZoneOrigin,
+    /// In words.
+    pub origin: &'static str,
 }
 
-/// Where a session's time zone was found: the first of these that names one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ZoneOrigin {
-    /// `database.time_zone`.
-    Setting,
-    /// `options` in the address.
-    Address,
-    /// ALTER ROLE or ALTER DATABASE … SET timezone.
-    RoleOrDatabase,
-    /// The server's own configuration.
-    Server,
-    /// The server's `log_timezone`, which `initdb` sets to the same: this role may not read the configuration.
-    Assumed,
-}
-
-impl ZoneOrigin {
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Setting => "database.time_zone",
-            Self::Address => "options in database.url",
-            Self::RoleOrDatabase => "the role or the database",
-            Self::Server => "the server's configuration",
-            Self::Assumed => "assumed from the server's log_timezone",
-        }
-    }
-}
+/// The origin if this role may not read the configuration: `initdb` sets `log_timezone` to the same.
+pub(super) const ASSUMED: &str = "assumed from the server's log_timezone";
 
 impl Session {
     /// Determines the parameters of sessions: those in the address' `options`, then `ours`, which win; and the time
@@ -83,8 +60,8 @@ impl Session {
         parameters.retain(|(name, _)| name != TIME_ZONE);
         let time_zone = match (time_zone, of_address) {
             ("", None) => zone_of_session(connection).await?,
-            ("", Some(name)) => TimeZone { name, origin: ZoneOrigin::Address },
-            (name, _) => TimeZone { name: name.to_owned(), origin: ZoneOrigin::Setting },
+            ("", Some(name)) => TimeZone { name, origin: "options in database.url" },
+            (name, _) => TimeZone { name: name.to_owned(), origin: "database.time_zone" },
         };
         parameters.push((TIME_ZONE.to_owned(), time_zone.name.clone()));
         parameters.extend(ours.into_iter().map(|(name, value)| (name.to_owned(), value)));
@@ -229,13 +206,13 @@ async fn zone_of_session(connection: &mut PgConnection) -> Result<TimeZone, sqlx
          LIMIT 1)",
     );
     if let Some(name) = of_role.await? {
-        return Ok(TimeZone { name, origin: ZoneOrigin::RoleOrDatabase });
+        return Ok(TimeZone { name, origin: "the role or the database" });
     }
     if let Some(name) = zone_of_server(connection).await? {
-        return Ok(TimeZone { name, origin: ZoneOrigin::Server });
+        return Ok(TimeZone { name, origin: "the server's configuration" });
     }
     let name = one_row(connection, "SELECT current_setting('log_timezone')".to_owned()).await?.try_get(0)?;
-    Ok(TimeZone { name, origin: ZoneOrigin::Assumed })
+    Ok(TimeZone { name, origin: ASSUMED })
 }
 
 /// The server's time zone from its command line or configuration, if this role may read those.

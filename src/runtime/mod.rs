@@ -269,7 +269,7 @@ async fn open_sessions(settings: &Settings, kinds: &mut [KindWorker], are_all: b
 fn log_start(shared: &Shared) {
     let settings = &shared.settings;
     let zone = shared.database.time_zone();
-    let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
+    let time_zone = format!("{} ({})", zone.name, zone.origin);
     let database = postgres::place(&settings.database).expect("validated settings have an address");
     let broker = match settings.delay.strategy.needs_broker() {
         true => connect::place(&settings.amqp).expect("validated settings have an address"),
