@@ -20,7 +20,7 @@ use uuid::Uuid;
 use super::destination::{Destination, SendError};
 use super::pace::Pace;
 use super::traced::TracedBatch;
-use crate::observe::traces::{Outboxed, Traces};
+use crate::observe::traces::{Step, Traces};
 use crate::postgres::{self, Database, ErrorClass, Lease, classify, one_line};
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that it does
@@ -172,7 +172,7 @@ pub struct Outbox {
     pace: Pace,
     /// Why messages were refused, until the last of them may be retried.
     backing_off: Option<(SendError, Instant)>,
-    traces: Option<(Outboxed, Traces)>,
+    traces: Option<(Step, Traces)>,
 }
 
 /// A message of one round.
@@ -212,8 +212,8 @@ impl Outbox {
     }
 
     /// Records what this outbox sends as spans.
-    pub fn trace(&mut self, from: Outboxed, traces: Traces) {
-        self.traces = traces.is_on().then_some((from, traces));
+    pub fn trace(&mut self, step: Step, traces: Traces) {
+        self.traces = traces.is_on().then_some((step, traces));
     }
 
     /// Whether what it sends is recorded as spans.
@@ -264,8 +264,8 @@ impl Outbox {
             never_refused += i64::from(refusals == 0);
             match message(row)? {
                 Some(message) => {
-                    if let Some((from, _)) = self.traces {
-                        traced.note(messages.len(), row, &message, from, self.destination.system())?;
+                    if let Some((step, _)) = self.traces {
+                        traced.note(messages.len(), row, &message, step, self.destination.system())?;
                     }
                     sending.push(Sending { id, refusals: usize::try_from(refusals).unwrap_or(0) });
                     messages.push(message);

@@ -11,7 +11,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use super::destination::SendError;
-use crate::observe::traces::{Outboxed, Published, Traces};
+use crate::observe::traces::{Published, Step, Traces};
 
 /// Empty unless traces are exported and a message carries a trace context.
 #[derive(Debug, Default)]
@@ -33,7 +33,7 @@ impl TracedBatch {
         index: usize,
         row: &PgRow,
         message: &Outgoing,
-        from: Outboxed,
+        step: Step,
         system: &'static str,
     ) -> Result<(), sqlx::Error> {
         let Some(traceparent) = message.traceparent() else { return Ok(()) };
@@ -42,7 +42,7 @@ impl TracedBatch {
             self.read = Some((now, Instant::now()));
         }
         let published = Published {
-            from,
+            step,
             system,
             traceparent,
             kind: row.try_get("kind")?,

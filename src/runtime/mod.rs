@@ -47,7 +47,7 @@ use crate::handler::Handlers;
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ, Site};
 use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::recorder::Recorder;
-use crate::observe::traces::{Outboxed, Traces, TracesError};
+use crate::observe::traces::{Step, Traces, TracesError};
 use crate::operations::orders_statements;
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
@@ -308,8 +308,8 @@ fn start_outboxes(shared: &Shared, webhook: Option<Webhook>, recorder: &Recorder
         (None, Some(webhook)) => EventRelay::by_webhook(database.clone(), webhook, size, keep),
         (None, None) => EventRelay::by_notify(database.clone(), &settings.announce.notify, size, keep),
     };
-    alarms.outbox.trace(Outboxed::Alarm, recorder.traces.clone());
-    events.outbox.trace(Outboxed::Event, recorder.traces.clone());
+    alarms.outbox.trace(Step::Schedule, recorder.traces.clone());
+    events.outbox.trace(Step::Announce, recorder.traces.clone());
     let (poll, keep_parked, busy) = (settings.announce.poll, settings.parked.keep, shared.busy_kinds.clone());
     let outboxes = Outboxes::new(database, alarms, events, poll, keep_parked, busy, recorder.clone());
     tokio::spawn(outboxes.keep_empty(shared.outboxes_end.clone()))

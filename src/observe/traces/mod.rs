@@ -51,7 +51,7 @@ pub struct Traces {
 
 /// A step that became a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
+pub enum Step {
     /// The relay published the alarm, and the broker confirmed it.
     Schedule,
     /// A worker received the alarm.
@@ -83,20 +83,11 @@ enum Value {
     Number(f64),
 }
 
-/// Which outbox a message was in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outboxed {
-    /// `alarm_outbox`.
-    Alarm,
-    /// `event_outbox`.
-    Event,
-}
-
 /// A message that a relay has published.
 #[derive(Debug)]
 pub struct Published {
-    /// The outbox it came from.
-    pub from: Outboxed,
+    /// Of an alarm or of an event.
+    pub step: Step,
     /// What received it: `rabbitmq`, `webhook` or `postgresql`.
     pub system: &'static str,
     /// The trace context it carries.
@@ -139,17 +130,13 @@ impl Traces {
     /// A relay has published a message between these times.
     pub fn published(&self, message: Published, began: Timestamp, ended: Timestamp) {
         let Some(queue) = self.queue_of(&message.traceparent) else { return };
-        let step = match message.from {
-            Outboxed::Alarm => Step::Schedule,
-            Outboxed::Event => Step::Announce,
-        };
         let attributes = vec![
             ("messaging.system", Value::Text(message.system.into())),
             ("messaging.destination.name", Value::Text(message.exchange.into())),
             ("messaging.message.id", Value::Text(message.message_id.into())),
             ("order_timeout.message_type", Value::Text(message.message_type.into())),
         ];
-        let Published { traceparent, kind, order_id, .. } = message;
+        let Published { step, traceparent, kind, order_id, .. } = message;
         queue.push(Span { step, traceparent, kind, order_id, began, ended, attributes });
     }
 
