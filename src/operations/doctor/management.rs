@@ -10,6 +10,7 @@ use order_timeout_amqp::connect::connect_raw;
 use order_timeout_amqp::topology::{Binding, Names, in_shell};
 use order_timeout_core::address::AmqpAddress;
 use order_timeout_core::problem::{Cause, Problem};
+use percent_encoding::{NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Map, Value};
 use url::Url;
@@ -60,8 +61,7 @@ impl FromStr for ManagementAddress {
 }
 
 fn decoded(text: &str) -> String {
-    let pair = format!("a={}", text.replace('+', "%2B"));
-    url::form_urlencoded::parse(pair.as_bytes()).next().map(|(_, value)| value.into_owned()).unwrap_or_default()
+    percent_decode_str(text).decode_utf8_lossy().into_owned()
 }
 
 pub(super) async fn examine(
@@ -79,7 +79,7 @@ pub(super) async fn examine(
         return checks.not_known(Cause::BrokerPolicy, "amqp.url is not valid");
     };
     let api = Api { settings, address, amqp };
-    let vhost = encoded(&api.amqp.vhost);
+    let vhost = utf8_percent_encode(&api.amqp.vhost, NON_ALPHANUMERIC).to_string();
     let names = settings.queue_names();
     match api.get(&format!("/api/bindings/{vhost}")).await {
         Ok(bindings) => {
@@ -116,7 +116,7 @@ async fn alternates(api: &Api<'_>, vhost: &str, checks: &mut Checks) -> Result<(
         if policy.is_empty() || !ours.iter().any(|our| our == name) {
             continue;
         }
-        let path = format!("/api/policies/{vhost}/{}", encoded(policy));
+        let path = format!("/api/policies/{vhost}/{}", utf8_percent_encode(policy, NON_ALPHANUMERIC));
         let policy_found = api.get(&path).await.map_err(|why| {
             format!("the exchange {name:?} has the policy {policy:?}, whose definition only a user with the tag policymaker can read: {why}")
         })?;
@@ -128,15 +128,6 @@ async fn alternates(api: &Api<'_>, vhost: &str, checks: &mut Checks) -> Result<(
         }
     }
     Ok(())
-}
-
-/// Encoded as a part of a path.
-fn encoded(text: &str) -> String {
-    let encode = |byte: u8| match byte {
-        byte if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) => char::from(byte).to_string(),
-        byte => format!("%{byte:02X}"),
-    };
-    text.bytes().map(encode).collect()
 }
 
 struct Api<'a> {
