@@ -1,42 +1,28 @@
-//! How a command changes many orders: its arguments, the preview, the question before it begins, the signals that stop
+//! How a command changes many orders: the preview, the question before it begins, the signals that stop
 //! it, and the report.
 
 use std::io::{IsTerminal, Write};
-use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use clap::Args;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::cli::CommandOutcome;
 use crate::cli::signals::Signals;
-use crate::config::DatabaseSettings;
 use crate::operations::paced::{FailedOrder, Progress};
 use crate::operations::preview::{Example, Preview};
-use crate::postgres::{self, Database, DatabaseError};
 
 /// How long a batch waits for locks: meanwhile it holds the rows that it has locked.
-const LOCK_TIMEOUT: Duration = Duration::from_millis(250);
+pub const LOCK_TIMEOUT: Duration = Duration::from_millis(250);
 /// How often the progress is shown on a terminal.
 const SHOW_EVERY: Duration = Duration::from_secs(2);
 
-/// Arguments of `--where`.
-#[derive(Debug, Args)]
-pub struct BulkArgs {
-    /// With --where: at most this many orders a second
-    #[arg(long, value_name = "ORDERS", default_value = "200", requires = "condition")]
-    rate: NonZeroU32,
-    /// With --where: do not ask before the change
-    #[arg(long, requires = "condition")]
-    yes: bool,
-}
-
 /// A run that changes many orders.
-pub struct Bulk<'a> {
-    pub args: &'a BulkArgs,
+pub struct Bulk {
+    /// Whether the question is answered already.
+    pub yes: bool,
     pub run: Uuid,
     /// What is about to happen, with the number of orders: "move the deadlines of 12 unpaid orders".
     pub what: String,
@@ -44,19 +30,7 @@ pub struct Bulk<'a> {
     pub json: bool,
 }
 
-/// Connects for a command with `--where`.
-///
-/// # Errors
-/// [`DatabaseError`] if the database cannot be used.
-pub async fn connect(settings: &DatabaseSettings) -> Result<Database, DatabaseError> {
-    let mut settings = settings.clone();
-    settings.lock_timeout = settings.lock_timeout.min(LOCK_TIMEOUT);
-    let database = Database::connect(&settings, 1).await?;
-    postgres::require_migrated(&database).await?;
-    Ok(database)
-}
-
-impl Bulk<'_> {
+impl Bulk {
     /// Shows the preview, and asks whether to go on.
     ///
     /// # Errors
@@ -66,7 +40,7 @@ impl Bulk<'_> {
         self.show_preview(&mut shown);
         // Standard error may be closed; the question then has no answer.
         let _ = write!(std::io::stderr(), "{}", shown.text());
-        if self.args.yes {
+        if self.yes {
             return Ok(());
         }
         if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
@@ -98,10 +72,6 @@ impl Bulk<'_> {
             to.indented(format!("and {} more", orders - shown));
         }
         to.line(format!("run {}: to {}", self.run, self.what));
-    }
-
-    pub fn rate(&self) -> NonZeroU32 {
-        self.args.rate
     }
 
     /// Waits for the work. The first signal ends it after the current batch.

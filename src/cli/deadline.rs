@@ -1,6 +1,7 @@
 //! `order-timeout deadline`: moves deadlines of orders in the default schema, by hand: of one order, or of those that a
 //! condition chooses.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
@@ -12,7 +13,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::cli::bulk::{self, Bulk, BulkArgs};
+use crate::cli::bulk::{Bulk, LOCK_TIMEOUT};
 use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, OfKind, UsageError, connect, parse_duration, parse_time};
 use crate::config::Settings;
@@ -45,8 +46,12 @@ pub struct DeadlineArgs {
     pub(super) of: OfKind,
     #[command(flatten)]
     operator: OperatorArgs,
-    #[command(flatten)]
-    bulk: BulkArgs,
+    /// With --where: at most this many orders a second
+    #[arg(long, value_name = "ORDERS", default_value = "200", requires = "condition")]
+    rate: NonZeroU32,
+    /// With --where: do not ask before the change
+    #[arg(long, requires = "condition")]
+    yes: bool,
     /// With --where: go on with an interrupted run
     #[arg(long, value_name = "RUN", requires = "condition")]
     resume: Option<Uuid>,
@@ -86,21 +91,17 @@ enum Offset {
 }
 
 fn parse_offset(text: &str) -> Result<Offset, String> {
-    let offset = read_offset(text)?;
+    let offset = match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(later), _) => Offset::Later(parse_duration(later)?),
+        (_, Some(earlier)) => Offset::Earlier(parse_duration(earlier)?),
+        _ => Offset::FromNow(parse_duration(text)?),
+    };
     match offset {
         Offset::Later(Duration::ZERO) | Offset::Earlier(Duration::ZERO) => {
             Err("it moves no deadline; write how much later or earlier, such as +30m".to_owned())
         }
         _ => Ok(offset),
     }
-}
-
-fn read_offset(text: &str) -> Result<Offset, String> {
-    Ok(match (text.strip_prefix('+'), text.strip_prefix('-')) {
-        (Some(later), _) => Offset::Later(parse_duration(later)?),
-        (_, Some(earlier)) => Offset::Earlier(parse_duration(earlier)?),
-        _ => Offset::FromNow(parse_duration(text)?),
-    })
 }
 
 impl To {
@@ -240,7 +241,9 @@ fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> an
 }
 
 async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
-    let database = bulk::connect(&settings.database).await?;
+    let mut bounded = settings.clone();
+    bounded.database.lock_timeout = bounded.database.lock_timeout.min(LOCK_TIMEOUT);
+    let database = connect(&bounded, 1).await?;
     let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
     let choice = Choice { condition: condition.to_owned(), not_changed_by: args.resume };
     if let Some(run) = args.resume {
@@ -251,7 +254,7 @@ async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) 
     let request = request_at(args, settings, (began(run), chosen.now), run)?;
     let ids: Vec<OrderId> = chosen.orders.iter().map(|order| order.id.clone()).collect();
     let bulk = Bulk {
-        args: &args.bulk,
+        yes: args.yes,
         run,
         what: format!("move the deadlines of {} unpaid orders", ids.len()),
         preview: Preview::of(&chosen, |present| request.to.of(present)),
@@ -262,7 +265,7 @@ async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) 
     }
     bulk.ask()?;
     let stop = CancellationToken::new();
-    let work = move_many(&database, &ids, &request, bulk.rate(), &stop, bulk.shows_progress());
+    let work = move_many(&database, &ids, &request, args.rate, &stop, bulk.shows_progress());
     let progress = Bulk::until_stopped(&stop, work).await?;
     let has_moved = [MoveOutcome::Later, MoveOutcome::Earlier].iter().any(|moved| progress.count(moved.as_str()) > 0);
     let again = match has_moved || args.resume.is_some() {

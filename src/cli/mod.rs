@@ -41,6 +41,7 @@ use serde::Serialize;
 
 use crate::config::{DatabaseUse, Settings, SettingsError};
 use crate::operations::forecast::ForecastError;
+use crate::operations::open_cause::rounded;
 use crate::operations::orders_statements;
 use crate::operations::pause_closing::PauseError;
 use crate::operations::{NotKnown, Page};
@@ -243,12 +244,7 @@ fn parse_time(text: &str) -> Result<Timestamp, String> {
 
 /// A duration in at most two terms: `3h 5m`.
 fn short_duration(duration: Duration) -> String {
-    let whole = if duration < Duration::from_secs(1) {
-        Duration::from_millis(u64::from(duration.subsec_millis()))
-    } else {
-        Duration::from_secs(duration.as_secs())
-    };
-    humantime::format_duration(whole).to_string().split(' ').take(2).collect::<Vec<_>>().join(" ")
+    rounded(duration).to_string().split(' ').take(2).collect::<Vec<_>>().join(" ")
 }
 
 /// A command's standard output and exit code.

@@ -216,7 +216,7 @@ pub(super) fn how_to_end(holders: &[LockHolder]) -> Option<String> {
 }
 
 /// Whole seconds, or milliseconds below one.
-pub(super) fn rounded(duration: Duration) -> humantime::FormattedDuration {
+pub(crate) fn rounded(duration: Duration) -> humantime::FormattedDuration {
     let seconds = duration.as_secs();
     humantime::format_duration(if seconds == 0 {
         Duration::from_millis(u64::from(duration.subsec_millis()))
