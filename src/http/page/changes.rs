@@ -18,7 +18,7 @@ use super::super::api::Problem;
 use super::super::api::change::operator_of_form;
 use super::super::site::{Shared, is_from_this_site};
 use super::failed;
-use super::layout::{Visitor, login_path};
+use super::layout::{Visitor, login_path, table};
 use crate::operations::Page;
 use crate::postgres::Operator;
 
@@ -165,28 +165,23 @@ impl<Row> ChoiceList<'_, Row> {
     }
 
     fn table(&self, rows: &[Row], is_choosable: bool) -> Markup {
-        let class = |is_number: &bool| is_number.then_some("number");
-        html! {
-            div.scroll tabindex="0" role="region" aria-label=(self.name) {
-                table.cards {
-                    thead { tr {
-                        @if is_choosable { th scope="col" { "chosen" } }
-                        @for (name, is_number, _) in &self.columns { th class=[class(is_number)] scope="col" { (name) } }
-                    } }
-                    tbody { @for row in rows { tr {
-                        @if is_choosable {
-                            @let id = (self.id)(row);
-                            td data-name="chosen" {
-                                input type="checkbox" name="id" value=(id) aria-label=(format!("choose {} {id}", self.row));
-                            }
-                        }
-                        @for (name, is_number, cell) in &self.columns {
-                            td class=[class(is_number)] data-name=(name) { (cell(row)) }
-                        }
-                    } } }
+        let chosen = is_choosable.then_some(("chosen", false));
+        let columns = self.columns.iter().map(|(name, is_number, _)| (*name, *is_number));
+        let heads: Vec<_> = chosen.into_iter().chain(columns).collect();
+        let rows = html! {
+            @for row in rows { tr {
+                @if is_choosable {
+                    @let id = (self.id)(row);
+                    td data-name="chosen" {
+                        input type="checkbox" name="id" value=(id) aria-label=(format!("choose {} {id}", self.row));
+                    }
                 }
-            }
-        }
+                @for (name, is_number, cell) in &self.columns {
+                    td class=[is_number.then_some("number")] data-name=(name) { (cell(row)) }
+                }
+            } }
+        };
+        table(self.name, "cards", &heads, &rows)
     }
 }
 

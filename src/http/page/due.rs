@@ -7,6 +7,7 @@ use std::sync::Arc;
 use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
 
+use super::layout::table;
 use super::plots;
 use super::status::not_known;
 use super::words::{age, clock, count, money, number, shown, time};
@@ -61,29 +62,22 @@ fn horizons(forecast: &Forecast) -> Markup {
     let soon = HORIZONS.map(|(name, minutes)| (name, forecast.within(minutes)));
     let all = ("next six hours", (forecast.total.clone(), forecast.until.clone()));
     let is_without_amount = forecast.total.without_amount > 0 && !forecast.total.money.is_empty();
-    html! {
-        div.scroll tabindex="0" role="region" aria-label="What falls due" {
-            table.figures {
-                thead { tr {
-                    th scope="col" { "due in the" } th.number scope="col" { "orders" }
-                    th.number scope="col" { "money" }
-                    @if is_without_amount { th.number scope="col" { "without an amount" } }
-                    th.number scope="col" { "stock held" }
-                } }
-                tbody {
-                    @for (name, (due, until)) in soon.into_iter().chain([all]) {
-                        tr {
-                            th scope="row" { (name) " " span.note { "until " (clock(&until)) } }
-                            td.number { strong { (number(due.orders)) } }
-                            td.number { @for sum in &due.money { div { (money(sum)) } } @if due.money.is_empty() { "–" } }
-                            @if is_without_amount { td.number { (number(due.without_amount)) } }
-                            td.number { @if let Some(units) = due.units { (number(units.unsigned_abs())) } @else { "–" } }
-                        }
-                    }
-                }
+    let mut heads = vec![("due in the", false), ("orders", true), ("money", true), ("stock held", true)];
+    if is_without_amount {
+        heads.insert(3, ("without an amount", true));
+    }
+    let rows = html! {
+        @for (name, (due, until)) in soon.into_iter().chain([all]) {
+            tr {
+                th scope="row" { (name) " " span.note { "until " (clock(&until)) } }
+                td.number { strong { (number(due.orders)) } }
+                td.number { @for sum in &due.money { div { (money(sum)) } } @if due.money.is_empty() { "–" } }
+                @if is_without_amount { td.number { (number(due.without_amount)) } }
+                td.number { @if let Some(units) = due.units { (number(units.unsigned_abs())) } @else { "–" } }
             }
         }
-    }
+    };
+    table("What falls due", "figures", &heads, &rows)
 }
 
 fn in_words(outlook: &Outlook) -> String {
@@ -105,22 +99,16 @@ fn due_table(forecast: &Forecast) -> Markup {
     let mut busiest: Vec<_> = forecast.minutes.iter().collect();
     busiest.sort_by_key(|minute| (std::cmp::Reverse(minute.due.orders), minute.number));
     busiest.truncate(BUSIEST);
-    html! {
-        div.scroll tabindex="0" role="region" aria-label="The busiest minutes" {
-            table {
-                thead { tr { th scope="col" { "minute" } th.number scope="col" { "orders" } th.number scope="col" { "money" }
-                    th.number scope="col" { "units" } } }
-                tbody {
-                    @for minute in busiest {
-                        tr {
-                            th scope="row" { (time(&minute.at)) }
-                            td.number { (number(minute.due.orders)) }
-                            td.number { @for sum in &minute.due.money { (money(sum)) " " } }
-                            td.number { @if let Some(units) = minute.due.units { (units) } @else { "–" } }
-                        }
-                    }
-                }
+    let heads = [("minute", false), ("orders", true), ("money", true), ("units", true)];
+    let rows = html! {
+        @for minute in busiest {
+            tr {
+                th scope="row" { (time(&minute.at)) }
+                td.number { (number(minute.due.orders)) }
+                td.number { @for sum in &minute.due.money { (money(sum)) " " } }
+                td.number { @if let Some(units) = minute.due.units { (units) } @else { "–" } }
             }
         }
-    }
+    };
+    table("The busiest minutes", "", &heads, &rows)
 }

@@ -14,7 +14,7 @@ use url::form_urlencoded::Serializer;
 use super::super::api::reads::OrdersParameters;
 use super::super::site::Shared;
 use super::changes::Filled;
-use super::layout::{Visitor, kind_choice, order_link};
+use super::layout::{Visitor, kind_choice, order_link, table};
 use super::show;
 use super::status::not_known;
 use super::words::{money, shown, time, when};
@@ -35,6 +35,7 @@ pub(super) async fn page(
 }
 
 fn contents(page: &DueOrders, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
+    let heads = [("deadline", false), ("order", false), ("amount", true), ("units", true)];
     html! {
         h1 { "Forecast" }
         p { "Unpaid orders that fall due from " (time(&page.from)) " until " (time(&page.until)) "." }
@@ -51,13 +52,9 @@ fn contents(page: &DueOrders, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup
         @if page.orders.is_empty() {
             p { (if page.next.is_some() { "None among the orders that were searched." } else { "None." }) }
         } @else {
-            div.scroll tabindex="0" role="region" aria-label="Orders that fall due" {
-                table.cards {
-                    thead { tr { th scope="col" { "deadline" } th scope="col" { "order" } th.number scope="col" { "amount" }
-                        th.number scope="col" { "units" } } }
-                    tbody { @for order in &page.orders { (row(order, kind, &page.at)) } }
-                }
-            }
+            (table("Orders that fall due", "cards", &heads, &html! {
+                @for order in &page.orders { (row(order, kind, &page.at)) }
+            }))
         }
         @if let Some(next) = &page.next { p { a href=(next_page(page, kind, text, next)) { "Next page" } } }
         (not_known(&page.not_known))

@@ -9,26 +9,26 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::problem::Problem;
 
 use super::super::site::{Shared, View};
+use super::layout::table;
 use super::words::{lateness, number, shown};
 use crate::observe::last_hour::{ClosedMinute, read_as_one};
 use crate::operations::status::OverdueOfKind;
 
 pub(super) fn section(shared: &Shared, view: Option<&View>, now: Instant) -> Markup {
+    let heads = [
+        ("kind", false),
+        ("overdue", true),
+        ("due in six hours", true),
+        ("closed in the last hour", true),
+        ("p99 late", true),
+        ("latest", true),
+        ("state", false),
+    ];
+    let rows = html! { @for kind in shared.kinds() { (row(shared, view, kind, now)) } };
     html! {
         section #kinds {
             h2 { "Kinds of deadlines" }
-            div.scroll tabindex="0" role="region" aria-label="Kinds of deadlines" {
-                table.cards {
-                    thead { tr {
-                        th scope="col" { "kind" }
-                        @for name in ["overdue", "due in six hours", "closed in the last hour", "p99 late", "latest"] {
-                            th.number scope="col" { (name) }
-                        }
-                        th scope="col" { "state" }
-                    } }
-                    tbody { @for kind in shared.kinds() { (row(shared, view, kind, now)) } }
-                }
-            }
+            (table("Kinds of deadlines", "cards", &heads, &rows))
         }
     }
 }

@@ -191,6 +191,19 @@ pub(super) fn kind_choice(kinds: &[Kind], chosen: Option<&Kind>) -> Markup {
     }
 }
 
+/// A table that scrolls by itself on a narrow screen. `class`: empty for a plain one. Of each column its head, and whether it
+/// has numbers.
+pub(super) fn table(name: &str, class: &str, columns: &[(&str, bool)], rows: &Markup) -> Markup {
+    html! {
+        div.scroll tabindex="0" role="region" aria-label=(name) {
+            table class=[(!class.is_empty()).then_some(class)] {
+                thead { tr { @for (head, is_number) in columns { th class=[is_number.then_some("number")] scope="col" { (head) } } } }
+                tbody { (rows) }
+            }
+        }
+    }
+}
+
 /// The address of an order's story.
 pub(super) fn order_path(kind: &Kind, id: &str) -> String {
     let id: String = byte_serialize(id.as_bytes()).map(|part| part.replace('+', "%20")).collect();

@@ -15,7 +15,7 @@ use super::super::api::change::operator_of_form;
 use super::super::api::pauses::{ENDED, begin_pause, end_pauses};
 use super::super::site::Shared;
 use super::changes::{Fields, Filled, Permitted, answer, field, how_to_change};
-use super::layout::Visitor;
+use super::layout::{Visitor, table};
 use super::show;
 use super::words::{capitalised, count, shown, since};
 use crate::operations::pause_closing::{self, DueAtResume, Pauses};
@@ -29,21 +29,10 @@ pub(super) struct Done {
     left: Option<u64>,
 }
 
-fn lasting(pauses: &[Pause], now: &str) -> Markup {
-    html! {
-        div.scroll tabindex="0" role="region" aria-label="Pauses that last" {
-            table.cards {
-                thead { tr { (heads()) } }
-                tbody { @for pause in pauses { tr { (cells(pause, now)) } } }
-            }
-        }
-    }
-}
+const HEADS: [(&str, bool); 4] = [("paused", false), ("since", false), ("by", false), ("why", false)];
 
-fn heads() -> Markup {
-    html! {
-        @for name in ["paused", "since", "by", "why"] { th scope="col" { (name) } }
-    }
+fn lasting(pauses: &[Pause], now: &str) -> Markup {
+    table("Pauses that last", "cards", &HEADS, &html! { @for pause in pauses { tr { (cells(pause, now)) } } })
 }
 
 fn cells(pause: &Pause, now: &str) -> Markup {
@@ -57,22 +46,16 @@ fn cells(pause: &Pause, now: &str) -> Markup {
 }
 
 fn over(ended: &[EndedPause], now: &str) -> Markup {
-    html! {
-        div.scroll tabindex="0" role="region" aria-label="Pauses that are over" {
-            table.cards {
-                thead { tr {
-                    (heads())
-                    @for name in ["until", "resumed by", "why resumed"] { th scope="col" { (name) } }
-                } }
-                tbody { @for EndedPause { pause, resumed_by, resume_reason, resumed_at } in ended { tr {
-                    (cells(pause, now))
-                    td data-name="until" { (since(resumed_at, now)) }
-                    td data-name="resumed by" { (shown(resumed_by)) }
-                    td data-name="why resumed" { (resume_reason.as_deref().map_or("–".into(), shown)) }
-                } } }
-            }
-        }
-    }
+    let heads = [&HEADS[..], &[("until", false), ("resumed by", false), ("why resumed", false)]].concat();
+    let rows = html! {
+        @for EndedPause { pause, resumed_by, resume_reason, resumed_at } in ended { tr {
+            (cells(pause, now))
+            td data-name="until" { (since(resumed_at, now)) }
+            td data-name="resumed by" { (shown(resumed_by)) }
+            td data-name="why resumed" { (resume_reason.as_deref().map_or("–".into(), shown)) }
+        } }
+    };
+    table("Pauses that are over", "cards", &heads, &rows)
 }
 
 pub(super) async fn page(State(shared): State<Arc<Shared>>, visitor: Visitor, Filled(done): Filled<Done>) -> Response {

@@ -8,27 +8,23 @@ use maud::{Markup, html};
 use order_timeout_core::kind::Kind;
 
 use super::super::site::View;
+use super::layout::table;
 use super::words::{age, clock, number, shown};
 use crate::operations::reminders::SentReminders;
 
 /// A part of the kind's section; nothing for a kind without reminders.
 pub(super) fn part(kind: &Kind, configured: &[Duration], view: Option<&View>) -> Markup {
     let sent = view.and_then(|view| view.reminders.as_ref());
+    let heads = [("before the deadline", false), ("sent in the last hour", true), ("the last at", false)];
     html! {
         @if !configured.is_empty() {
             h3 { "Reminders" }
             @if let Some(Err(why)) = sent { p.bad { "Not known how many were sent: " (shown(why)) } }
-            div.scroll tabindex="0" role="region" aria-label=(format!("Reminders of the kind {kind}")) {
-                table {
-                    thead { tr {
-                        th scope="col" { "before the deadline" } th.number scope="col" { "sent in the last hour" }
-                        th scope="col" { "the last at" }
-                    } }
-                    tbody { @for before in configured {
-                        (row(*before, sent.and_then(|sent| sent.as_ref().ok()).map(|sent| of(sent, kind, *before))))
-                    } }
+            (table(&format!("Reminders of the kind {kind}"), "", &heads, &html! {
+                @for before in configured {
+                    (row(*before, sent.and_then(|sent| sent.as_ref().ok()).map(|sent| of(sent, kind, *before))))
                 }
-            }
+            }))
         }
     }
 }

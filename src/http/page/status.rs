@@ -12,7 +12,7 @@ use order_timeout_core::kind::Kind;
 
 use super::super::site::{Shared, View};
 use super::forecast::due_between;
-use super::layout::{Layout, PARKED_FOR, Visitor, order_link};
+use super::layout::{Layout, PARKED_FOR, Visitor, order_link, table};
 use super::plots;
 use super::words::{age, capitalised, count, lateness, money, number, shown, time, when, with_code};
 use super::{due, kinds, providers, reminders};
@@ -245,59 +245,45 @@ fn recent_table(status: &Status) -> Markup {
             td data-name="by" { (close.closed_by.as_deref().map_or("–", by)) }
         } }
     };
+    let heads = [("closed", false), ("order", false), ("late", true), ("by", false)];
     html! {
         @if !closes.is_empty() {
             h3 { "The last orders that were closed, by all workers" }
-            div.scroll tabindex="0" role="region" aria-label="The last orders that were closed" {
-                table.cards {
-                    thead { tr { th scope="col" { "closed" } th scope="col" { "order" } th.number scope="col" { "late" } th scope="col" { "by" } } }
-                    tbody { @for close in closes { (row(close)) } }
-                }
-            }
+            (table("The last orders that were closed", "cards", &heads, &html! { @for close in closes { (row(close)) } }))
         }
     }
 }
 
 fn late_table(minutes: &[ClosedMinute]) -> Markup {
     let ms = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), lateness);
-    html! {
-        div.scroll tabindex="0" role="region" aria-label="Lateness by minute" {
-            table {
-                thead { tr {
-                    th scope="col" { "minutes ago" }
-                    @for name in ["p50", "p99", "latest", "by alarms", "by reading ahead", "by the sweep", "after asking providers"] {
-                        th.number scope="col" { (name) }
-                    }
-                } }
-                tbody {
-                    @for minute in minutes.iter().rev() {
-                        tr {
-                            th scope="row" { (minute.minutes_ago) }
-                            @for late in [minute.p50_ms, minute.p99_ms, minute.max_ms] { td.number { (ms(late)) } }
-                            @for closed in [minute.alarm, minute.look_ahead, minute.sweep, minute.asked] { td.number { (number(closed)) } }
-                        }
-                    }
-                }
+    let numbers = ["p50", "p99", "latest", "by alarms", "by reading ahead", "by the sweep", "after asking providers"];
+    let heads: Vec<_> = std::iter::once(("minutes ago", false)).chain(numbers.map(|name| (name, true))).collect();
+    let rows = html! {
+        @for minute in minutes.iter().rev() {
+            tr {
+                th scope="row" { (minute.minutes_ago) }
+                @for late in [minute.p50_ms, minute.p99_ms, minute.max_ms] { td.number { (ms(late)) } }
+                @for closed in [minute.alarm, minute.look_ahead, minute.sweep, minute.asked] { td.number { (number(closed)) } }
             }
         }
-    }
+    };
+    table("Lateness by minute", "", &heads, &rows)
 }
 
 fn workers_section(status: &Status, names_kinds: bool) -> Markup {
+    let mut heads = vec![("host", false), ("pid", true), ("version", false), ("since", false), ("seen", false)];
+    if names_kinds {
+        heads.insert(3, ("kinds", false));
+    }
     html! {
         section #workers {
             h2 { "Workers" }
             @match status.workers.as_deref() {
                 None => p { "Not known." },
                 Some([]) => p.bad { "None is registered." },
-                Some(workers) => div.scroll tabindex="0" role="region" aria-label="Workers" {
-                    table {
-                        thead { tr { th scope="col" { "host" } th.number scope="col" { "pid" } th scope="col" { "version" }
-                            @if names_kinds { th scope="col" { "kinds" } }
-                            th scope="col" { "since" } th scope="col" { "seen" } } }
-                        tbody { @for worker in workers { (worker_row(worker, names_kinds, &status.at)) } }
-                    }
-                },
+                Some(workers) => (table("Workers", "", &heads, &html! {
+                    @for worker in workers { (worker_row(worker, names_kinds, &status.at)) }
+                })),
             }
         }
     }
