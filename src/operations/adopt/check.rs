@@ -82,7 +82,7 @@ impl Check<'_> {
         CheckReport { orders, findings: self.findings }
     }
 
-    fn note(&mut self, level: Level, name: &str, sentence: String) {
+    fn add(&mut self, level: Level, name: &str, sentence: String) {
         let (kind, orders) = (self.kind, self.settings.orders_of(self.kind));
         let key = match (name, orders) {
             (name, _) if name.starts_with("sweep.") => name.to_owned(),
@@ -100,8 +100,16 @@ impl Check<'_> {
         self.findings.push(Finding { level, key, file, sentence });
     }
 
-    fn wrong(&mut self, name: &str, sentence: String) {
-        self.note(Level::Wrong, name, sentence);
+    fn wrong(&mut self, name: &str, sentence: impl Into<String>) {
+        self.add(Level::Wrong, name, sentence.into());
+    }
+
+    fn proven(&mut self, name: &str, sentence: impl Into<String>) {
+        self.add(Level::Proven, name, sentence.into());
+    }
+
+    fn note(&mut self, name: &str, sentence: impl Into<String>) {
+        self.add(Level::Note, name, sentence.into());
     }
 
     async fn all(&mut self, database: &Database, statements: OrdersStatements) -> Result<(), DatabaseError> {
@@ -116,13 +124,9 @@ impl Check<'_> {
                 return Ok(());
             }
         };
-        self.note(
-            Level::Proven,
-            "",
-            "the statements can be prepared, with the parameters and columns of the contract".into(),
-        );
+        self.proven("", "the statements can be prepared, with the parameters and columns of the contract");
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
-            self.note(Level::Note, "deadline", why);
+            self.note("deadline", why);
         }
         if let Err(why) = orders_statements::require_functions(database, self.kind, &statements.functions).await {
             self.wrong("pay", why.to_string());
@@ -190,7 +194,7 @@ impl Check<'_> {
                 let why = format!(
                     "{view} is no table of this database; an index of what is behind it must find the rows of an order, as EXPLAIN of a SELECT from it shows"
                 );
-                self.note(Level::Note, &key("items"), why);
+                self.note(&key("items"), why);
             } else {
                 self.require_index(&key("order"), items, &settings.order.0, false);
             }
@@ -207,7 +211,7 @@ impl Check<'_> {
         self.require_index("id", orders, &table.id.0, !is_partitioned);
         if let Some(column) = mapping::deadline_column(table, &orders.relation) {
             let kind = &orders.relation.columns[column].sql;
-            self.note(Level::Proven, "deadline", format!("is the column {column}, of type {kind}; NULL is never due"));
+            self.proven("deadline", format!("is the column {column}, of type {kind}; NULL is never due"));
         }
         self.triggers("table", orders);
     }
@@ -216,7 +220,6 @@ impl Check<'_> {
         for trigger in &table.triggers {
             let name = table.relation.qualified();
             self.note(
-                Level::Note,
                 key,
                 format!("the trigger {trigger} of {name} runs at every close, and an order that it refuses stays open"),
             );
@@ -250,7 +253,7 @@ impl Check<'_> {
                 ),
             );
         } else {
-            self.note(Level::Proven, key, format!("{list} of {name} is found through the index {}", found[0].name));
+            self.proven(key, format!("{list} of {name} is found through the index {}", found[0].name));
         }
     }
 
@@ -279,12 +282,8 @@ impl Check<'_> {
                     may_run &= is_slow;
                     self.wrong(if is_slow { "deadline" } else { "table" }, why);
                 }
-                None if is_slow => self.note(Level::Proven, "deadline", "the sweep reads an index".into()),
-                None => self.note(
-                    Level::Proven,
-                    "table",
-                    "the role may run the statements, and no row security hides rows from it".into(),
-                ),
+                None if is_slow => self.proven("deadline", "the sweep reads an index"),
+                None => self.proven("table", "the role may run the statements, and no row security hides rows from it"),
             }
         }
         Ok(may_run)
@@ -297,11 +296,11 @@ impl Check<'_> {
         let counted = counted.await.map_err(|error| DatabaseError(one_line(&error)))?;
         let (rows, of) = (counted.rows, if counted.is_all { "" } else { "the first " });
         let held = format!("of {of}{rows} rows {} are open and {} are paid", counted.open, counted.paid);
-        self.note(Level::Note, "open", held);
+        self.note("open", held);
         if counted.open_is_null > 0 {
             let why =
                 "NULL, so they are never closed; where a column may be NULL, write IS DISTINCT FROM instead of <>";
-            self.note(Level::Note, "open", format!("for {} of {of}{rows} rows it is {why}", counted.open_is_null));
+            self.note("open", format!("for {} of {of}{rows} rows it is {why}", counted.open_is_null));
         }
         Ok(())
     }
@@ -315,13 +314,13 @@ impl Check<'_> {
             let why = format!(
                 "{deadlines} open orders have a deadline such as {example}, outside the years 1 to 9999: they are never due and stay open; where that means that none is set, it is right"
             );
-            self.note(Level::Note, "deadline", why);
+            self.note("deadline", why);
         }
         if ids > 0 {
             let why = format!(
                 "{ids} open orders have an id that no message can carry, and are never closed: an id has 1 to 200 bytes, none of them a control character; correct their rows, or name another unique column"
             );
-            self.note(Level::Note, "id", why);
+            self.note("id", why);
         }
         Ok(())
     }
@@ -341,7 +340,7 @@ impl Check<'_> {
             ),
             None => "no open order has a deadline in the future".to_owned(),
         };
-        self.note(Level::Note, "deadline", sentence);
+        self.note("deadline", sentence);
         Ok(())
     }
 
@@ -368,11 +367,7 @@ impl Check<'_> {
             }
         };
         if outcomes.is_empty() {
-            self.note(
-                Level::Note,
-                "open",
-                "no order is overdue now, so no close could be tried; repeat the check when one is".into(),
-            );
+            self.note("open", "no order is overdue now, so no close could be tried; repeat the check when one is");
             return Ok(());
         }
         let closed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("closed".to_owned())).count();
@@ -381,11 +376,7 @@ impl Check<'_> {
             self.wrong("close", format!("order {id} is found overdue again after its close; set a column that makes the condition open false"));
         }
         if closed > 0 {
-            self.note(
-                Level::Proven,
-                "close",
-                format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()),
-            );
+            self.proven("close", format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()));
         }
         for (index, rows) in also.into_iter().enumerate().filter(|_| closed > 0) {
             let (level, rows) = match rows {
@@ -395,7 +386,7 @@ impl Check<'_> {
             };
             let sentence =
                 format!("the statement {rows} for the {closed} orders that were closed, and was rolled back");
-            self.note(level, &format!("also[{index}].sql"), sentence);
+            self.add(level, &format!("also[{index}].sql"), sentence);
         }
         for (index, change) in stock.into_iter().enumerate().filter(|_| closed > 0) {
             let key = format!("give_back[{index}].set");
@@ -408,8 +399,7 @@ impl Check<'_> {
             if changed < needed && closed == tried {
                 self.wrong(&key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
             } else {
-                self.note(
-                    Level::Proven,
+                self.proven(
                     &key,
                     format!("{changed} of {needed} rows of {stock} were given back and rolled back{shared}{example}"),
                 );
@@ -463,7 +453,7 @@ impl Check<'_> {
             let oldest = oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
             let sentence =
                 format!("{least}{overdue} orders are overdue now{oldest}; a worker closes them when it starts");
-            self.note(Level::Note, "sweep.first_backlog", sentence);
+            self.note("sweep.first_backlog", sentence);
         }
         Ok(())
     }
