@@ -365,9 +365,7 @@ impl Metrics {
     pub fn of_kind(&self, kind: &Kind) -> KindMetrics {
         KindMetrics::register_all(&self.registry, &[(KIND, kind.as_str())]).expect("a kind is registered once")
     }
-}
 
-impl Metrics {
     /// The metrics of this provider, on the same page. Once for each provider of a kind.
     ///
     /// # Panics

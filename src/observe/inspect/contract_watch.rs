@@ -162,14 +162,10 @@ impl ContractWatch {
             if outcome == Outcome::Busy || (self.closes.len() >= SAMPLE_SIZE && !self.closes.contains_key(order_id)) {
                 continue;
             }
-            let close = SampledClose { outcome, deadline, at: now, seen: now, found_again: 0 };
-            self.closes
-                .entry(order_id.clone())
-                .and_modify(|known| {
-                    let found_again = if known.outcome == outcome { known.found_again } else { 0 };
-                    *known = SampledClose { outcome, deadline, at: now, seen: now, found_again };
-                })
-                .or_insert(close);
+            let known = self.closes.get(order_id).filter(|known| known.outcome == outcome);
+            let found_again = known.map_or(0, |known| known.found_again);
+            let close = SampledClose { outcome, deadline, at: now, seen: now, found_again };
+            self.closes.insert(order_id.clone(), close);
         }
     }
 

@@ -77,8 +77,7 @@ impl Plans {
 
     async fn look_on(&self, connection: &mut PgConnection) -> Result<Found, sqlx::Error> {
         let mut transaction = connection.begin().await?;
-        let plan = self.explain_overdue(&mut transaction).await;
-        let plan = match plan {
+        let plan = match self.explain_overdue(&mut transaction).await {
             Ok(plan) => plan,
             Err(error) => return forbidden(&self.overdue.1, error),
         };
@@ -181,26 +180,15 @@ impl Scan {
             None => format!("all of {schema}.{table} ({megabytes} MB)"),
         };
         let what = format!("{statement} reads {what} in every sweep");
-        if let Some(create) = known {
-            let fix = format!("{create}; ANALYZE {schema}.{table}, which is enough if that index exists");
-            return Problem::new(Cause::SlowOverdueQuery, what, fix);
-        }
         let condition = condition.as_ref().map_or_else(String::new, |condition| format!(" WHERE {condition}"));
-        if columns.is_empty() {
-            return Problem::new(
-                Cause::SlowOverdueQuery,
-                what,
-                format!(
-                    "it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), because clock_timestamp() cannot bound an index scan"
-                ),
-            );
-        }
-        let columns = columns.join(", ");
-        Problem::new(
-            Cause::SlowOverdueQuery,
-            what,
-            format!("CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"),
-        )
+        let fix = match (known, columns.join(", ").as_str()) {
+            (Some(create), _) => format!("{create}; ANALYZE {schema}.{table}, which is enough if that index exists"),
+            (None, "") => format!(
+                "it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), because clock_timestamp() cannot bound an index scan"
+            ),
+            (None, columns) => format!("CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"),
+        };
+        Problem::new(Cause::SlowOverdueQuery, what, fix)
     }
 }
 
