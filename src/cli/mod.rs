@@ -132,20 +132,8 @@ impl Cli {
             Command::Completions(_) | Command::Man => return Ok(Settings::defaults()),
             Command::Schedule(_) => DatabaseUse::IfGiven,
             Command::Setup(_) => DatabaseUse::Named,
-            Command::Worker(_)
-            | Command::Status(_)
-            | Command::Doctor(_)
-            | Command::Explain(_)
-            | Command::Forecast(_)
-            | Command::Deadline(_)
-            | Command::Close(_)
-            | Command::Pause(_)
-            | Command::Resume(_)
-            | Command::Parked(_)
-            | Command::Late(_)
-            | Command::Closing(_)
-            | Command::Sql(_)
-            | Command::Adopt(_) => DatabaseUse::Needed,
+            // All others read or change what is in it.
+            _ => DatabaseUse::Needed,
         };
         Settings::load_for(used, file, overrides)
     }
