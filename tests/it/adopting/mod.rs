@@ -5,6 +5,7 @@ mod foreseen;
 mod never_due;
 mod payments;
 mod proposed;
+mod providers;
 mod refused;
 mod shops;
 pub mod types;
