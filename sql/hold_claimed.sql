@@ -7,9 +7,9 @@
 --
 --   order_id text, claimed_by text: the claims whose lease this worker still has
 --
--- The first statement of a transaction that closes the orders (sql/close.sql) and ends their claims (sql/end_claimed.sql). It
--- waits for no order's row, and the close skips those that are locked: so a payment, which locks the order first and then its
--- claim, cannot deadlock with it.
+-- The first statement of a transaction that closes the orders (sql/close.sql) and ends their claims (the function end_claims).
+-- It waits for no order's row, and the close skips those that are locked: so a payment, which locks the order, then its claim
+-- and then its attempt, cannot deadlock with it.
 WITH held AS MATERIALIZED (
     -- In one order, so that two sessions cannot deadlock. The lease is compared on the locked row. IS TRUE, so that the list is
     -- looked up in a hash table: a join would be planned for one row, and would compare each row of a batch with every other.

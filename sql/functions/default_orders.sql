@@ -44,9 +44,9 @@ DECLARE
     key uuid := default_order_key(default_count.order_id);
 BEGIN
     UPDATE orders o
-    SET received_minor = coalesce(o.received_minor, 0) + counted,
-        status = CASE WHEN pays THEN 'paid' ELSE o.status END,
-        paid_at = CASE WHEN pays THEN clock_timestamp() ELSE o.paid_at END
+    SET received_minor = coalesce(o.received_minor, 0) + default_count.counted,
+        status = CASE WHEN default_count.pays THEN 'paid' ELSE o.status END,
+        paid_at = CASE WHEN default_count.pays THEN clock_timestamp() ELSE o.paid_at END
     WHERE o.id = key;
     IF NOT FOUND THEN
         RETURN false;

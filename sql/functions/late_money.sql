@@ -72,6 +72,18 @@ BEGIN
     RETURN released;
 END $$;
 
+-- The same for orders of a mapped table that were closed in this statement, which calls it. VOLATILE, so that it reads with a
+-- snapshot of its own.
+CREATE OR REPLACE FUNCTION release_parts_of(order_ids text[], of_kind text) RETURNS void
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM release_part_payments(r.order_id, of_kind) FROM (
+        SELECT DISTINCT p.order_id FROM received_payments p
+        WHERE p.order_id = ANY (order_ids) AND p.kind = of_kind AND p.counted_minor > 0
+        ORDER BY p.order_id
+    ) r;
+END $$;
+
 -- An order that is locked has been paid: what was counted beyond its price, because the shop has lowered it since, becomes
 -- late money, and nothing is left of a close that was begun. Not for callbacks.
 CREATE OR REPLACE FUNCTION release_excess(kind text, order_id text, price bigint) RETURNS void LANGUAGE plpgsql
@@ -79,12 +91,12 @@ SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     excess bigint := (SELECT sum(p.counted_minor) FROM received_payments p
-                      WHERE p.order_id = release_excess.order_id AND p.kind = release_excess.kind) - price;
+                      WHERE p.order_id = release_excess.order_id AND p.kind = release_excess.kind) - release_excess.price;
     part received_payments;
     back bigint;
 BEGIN
     IF release_excess.kind = 'order' AND excess > 0 THEN
-        UPDATE orders o SET received_minor = price WHERE o.id = default_order_key(release_excess.order_id);
+        UPDATE orders o SET received_minor = release_excess.price WHERE o.id = default_order_key(release_excess.order_id);
     END IF;
     FOR part IN
         SELECT * FROM received_payments p

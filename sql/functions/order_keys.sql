@@ -46,8 +46,14 @@ BEGIN
     EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'order'))
     INTO state, deadline, amount_minor, currency USING order_id, waits;
     id := order_id_of_kind(kind, order_id);
+    IF waits THEN
+        -- The claim next: what ends claims locks them before the attempts.
+        PERFORM FROM close_attempts c WHERE c.order_id = locked_order.id AND c.kind = locked_order.kind FOR NO KEY UPDATE;
+    ELSE
+        PERFORM FROM close_attempts c WHERE c.order_id = locked_order.id AND c.kind = locked_order.kind;
+    END IF;
     -- Claimed: a table without a status for it says no more than that the order is open.
-    IF state = 'open' AND EXISTS (SELECT FROM close_attempts c WHERE c.order_id = locked_order.id AND c.kind = locked_order.kind) THEN
+    IF FOUND AND state = 'open' THEN
         state := 'closing';
     END IF;
 END $$;

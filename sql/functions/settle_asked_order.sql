@@ -1,4 +1,4 @@
--- Counts the money of orders whose providers were asked, for sql/settle_paid.sql.
+-- Counts the money of orders whose providers were asked, for sql/settle_paid.sql, and ends claims.
 
 -- Writes down what a provider says it has received for an order, when it was asked because the order was to be closed:
 -- pays an order that is being closed, announces that, and records what does not count as late money. The caller has locked
@@ -130,7 +130,33 @@ SET search_path FROM CURRENT AS $$
     WHERE p.order_id = announce_paid.order_id AND p.kind = announce_paid.kind
 $$;
 
+-- Ends the claims of orders that are closed, or about which nothing is left to do, in the transaction of their close.
+--
+--   order_ids  orders whose claims this transaction holds (sql/hold_claimed.sql)
+--   closed     those among them that it has closed
+--   answers    order id -> what the providers answered, for the history
+--
+-- A worker's role needs no right to change the history. Not for callbacks.
+CREATE OR REPLACE FUNCTION end_claims(of_kind text, order_ids text[], closed text[], answers jsonb) RETURNS void
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
+    WITH ended AS (
+        DELETE FROM close_attempts c
+        -- kind || '': so that the primary key is used.
+        WHERE c.kind || '' = of_kind AND c.order_id = ANY (order_ids)
+        RETURNING c.order_id, c.who, c.why, c.rounds, c.last_answers
+    )
+    -- The claim ends here, and with it what it knows. A mapped table has no history of ours.
+    UPDATE order_events e
+    SET who = n.who, why = n.why,
+        answers = nullif(concat_ws('; ',
+            CASE WHEN n.rounds > 0 THEN concat('rounds without an answer: ', n.rounds, ', the last: ', n.last_answers) END,
+            nullif(end_claims.answers ->> n.order_id, '')), '')
+    FROM ended n
+    WHERE of_kind = 'order' AND e.event = 'closed' AND e.order_id = default_order_key(n.order_id) AND n.order_id = ANY (closed)
+$$;
+
 REVOKE ALL ON FUNCTION
     settle_asked_order(text, text, text[], text[], bigint[], text[], boolean[], text),
-    announce_paid(text, text, timestamptz)
+    announce_paid(text, text, timestamptz),
+    end_claims(text, text[], text[], jsonb)
 FROM PUBLIC;

@@ -466,6 +466,16 @@ impl TableSettings {
         for (index, consume) in self.consume.iter().enumerate() {
             consume.validate(self.id.0.len()).map_err(|(name, why)| (format!("consume[{index}].{name}"), why))?;
         }
+        for (column, value) in self.closing.iter().flatten() {
+            let ends = [("close", Some(&self.close)), ("pay", self.pay.as_ref())];
+            let is_left = |set: &BTreeMap<String, String>| set.get(column).is_none_or(|end| end == value);
+            if let Some((name, _)) = ends.into_iter().find(|(_, set)| set.is_some_and(is_left)) {
+                let why = format!(
+                    "is not overwritten by {name}, so an order that has ended would still be closing; set the column there to another value"
+                );
+                return Err((format!("closing.{column}"), why));
+            }
+        }
         let alone = [("closing", self.closing.is_some()), ("consume", !self.consume.is_empty())];
         match alone.into_iter().find(|(_, is_given)| *is_given && self.pay.is_none()) {
             Some((name, _)) => Err((

@@ -671,6 +671,14 @@ fn wrong_kinds_name_setting_and_fix() {
         (format!("{table}pay = {{}}\n"), ["kinds.a.table.pay", "is empty"]),
         (format!("{table}closing = {{ o = \"g\" }}\n"), ["kinds.a.table.closing", "without pay"]),
         (
+            format!("{table}closing = {{ o = \"f\" }}\npay = {{ o = \"p\" }}\n"),
+            ["kinds.a.table.closing.o", "not overwritten by close"],
+        ),
+        (
+            format!("{table}closing = {{ o = \"g\" }}\npay = {{ q = \"p\" }}\n"),
+            ["kinds.a.table.closing.o", "not overwritten by pay"],
+        ),
+        (
             format!(
                 "{table}[[kinds.a.table.consume]]\nitems = \"i\"\norder = \"o\"\nkey = \"k\"\nquantity = \"1\"\nstock = \"s\"\nstock_key = \"k\"\nset = {{}}\n"
             ),

@@ -248,12 +248,14 @@ impl<'a> Parts<'a> {
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
         Ok(format!(
-            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0",
+            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0{uses_wait}",
             steps.join(",\n"),
             is_closed("a.k"),
             if self.claims() { "(d.is_open OR d.is_closing)" } else { "d.is_open" },
             join.join(" AND "),
             among_rows(&numbered("a.k", count), "ot_there", "k"),
+            // So that the parameter has a type also where no stock is waited for.
+            uses_wait = if self.claims() { "\n  AND $3::boolean IS NOT NULL" } else { "" },
             claimed = if self.claims() { "; $4 boolean: whether they were claimed" } else { "" },
             kind = self.words.kind,
         ))
@@ -517,7 +519,8 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
         Some(column) => format!("{}.{}", name(&facts.orders.name), name(column)),
         None => format!("({})", ended(&table.deadline)),
     };
-    let uses_zone = table.close.iter().any(|(column, value)| {
+    let set = [Some(&table.close), table.closing.as_ref(), table.pay.as_ref()];
+    let uses_zone = set.into_iter().flatten().flatten().any(|(column, value)| {
         value == "now" && facts.orders.columns.get(column).is_some_and(|kind| ZONELESS.contains(&kind.base.as_str()))
     });
     match (facts.deadline_type.as_str(), &table.time_zone) {

@@ -6,6 +6,7 @@
 use std::fmt;
 
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use serde::Serialize;
 use sqlx::postgres::PgRow;
@@ -26,6 +27,8 @@ pub struct LatePayment {
     pub id: i64,
     /// As it was reported; there may be no such order.
     pub order_id: String,
+    /// The order's kind.
+    pub kind: String,
     /// The provider that has the money.
     pub provider: String,
     /// What the provider knows the payment by.
@@ -97,6 +100,7 @@ fn read_late(row: &PgRow) -> Result<LatePayment, sqlx::Error> {
     Ok(LatePayment {
         id: row.try_get("id")?,
         order_id: row.try_get("order_id")?,
+        kind: row.try_get("kind")?,
         provider: row.try_get("provider")?,
         reference: row.try_get("reference")?,
         amount_minor: row.try_get("amount_minor")?,
@@ -305,11 +309,15 @@ pub async fn reopen(database: &Database, id: i64, operator: &Operator) -> Result
 }
 
 async fn reopen_in(connection: &mut PgConnection, id: i64, operator: &Operator) -> Result<ReopenedOrder, ReopenError> {
-    let late: Option<(String, String)> = sqlx::query_as("SELECT order_id, currency FROM late_payments WHERE id = $1")
-        .bind(id)
-        .fetch_optional(&mut *connection)
-        .await?;
-    let (order_id, currency) = late.ok_or(ReopenError::Unknown(id))?;
+    let late: Option<(String, String, String)> =
+        sqlx::query_as("SELECT order_id, currency, kind FROM late_payments WHERE id = $1")
+            .bind(id)
+            .fetch_optional(&mut *connection)
+            .await?;
+    let (order_id, currency, kind) = late.ok_or(ReopenError::Unknown(id))?;
+    if kind != Kind::ORDER.as_str() {
+        return Err(ReopenError::NoOrder(format!("{order_id} of kind {kind} in the default tables")));
+    }
     // The order first, then its money, then stock: in the order in which a payment locks them.
     let order = lock_order(connection, &order_id, &currency).await?;
     let pieces = choose_pieces(connection, id, &order, &order_id, &currency).await?;
@@ -362,7 +370,7 @@ async fn choose_pieces(
 ) -> Result<Vec<Piece>, ReopenError> {
     let rows = sqlx::query(
         "SELECT id, provider, reference, amount_minor, state, reason FROM late_payments
-         WHERE order_id = $1 AND currency = $2 AND (state = 'open' AND reason <> 'other_order' OR id = $3)
+         WHERE order_id = $1 AND kind = 'order' AND currency = $2 AND (state = 'open' AND reason <> 'other_order' OR id = $3)
          ORDER BY id <> $3, id FOR NO KEY UPDATE",
     )
     .bind(order_id)

@@ -5,7 +5,6 @@
 
 use order_timeout_core::kind::Kind;
 use serde::Serialize;
-use sqlx::{AssertSqlSafe, SqlSafeStr};
 
 use crate::config::Settings;
 use crate::config::kinds::{self, OrdersOf};
@@ -120,6 +119,13 @@ pub async fn require_functions(
     kind: &Kind,
     functions: &[PaymentFunction],
 ) -> Result<(), DatabaseError> {
+    let left = payment_functions::are_there(database, kind).await.map_err(|error| DatabaseError(one_line(&error)))?;
+    if functions.is_empty() && left {
+        return Err(DatabaseError(format!(
+            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION kind_{kind}_id, kind_{kind}_order, kind_{kind}_count, kind_{kind}_consume",
+            kinds::key_of(kind, "pay")
+        )));
+    }
     let missing = payment_functions::not_installed(database, functions).await;
     let missing = missing.map_err(|error| DatabaseError(one_line(&error)))?;
     if missing.is_empty() {
@@ -138,14 +144,14 @@ pub async fn require_functions(
 /// [`DatabaseError`] as of [`statements`], or if the kind's orders are never claimed.
 pub async fn claimed_kind(database: &Database, settings: &Settings, kind: &Kind) -> Result<ClaimedKind, DatabaseError> {
     let close = match statements(database, settings, kind).await?.close {
-        StatementSource::Default => CLOSE_SQL.into_sql_str(),
-        // Rendered from the operator's configuration.
-        StatementSource::Rendered { sql, .. } => AssertSqlSafe(sql).into_sql_str(),
-        StatementSource::File { .. } => {
+        _ if !settings.claims_orders(kind) => {
             return Err(DatabaseError(format!(
-                "orders of kind \"{kind}\" are closed by a statement of your own, which claims none, so no provider is asked about them; end the order in your own table"
+                "orders of kind \"{kind}\" are never claimed, because neither the default tables nor a mapping with pay have them; end the order in your own table"
             )));
         }
+        StatementSource::Default => CLOSE_SQL.to_owned(),
+        StatementSource::Rendered { sql, .. } => sql,
+        StatementSource::File { .. } => unreachable!("only the default tables and a mapping claim"),
     };
     Ok(ClaimedKind { kind: kind.clone(), close })
 }

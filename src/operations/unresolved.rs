@@ -307,11 +307,14 @@ async fn decide_in(
     operator: &Operator,
 ) -> Result<(), DecisionError> {
     // The order's row first, as every payment does.
-    sqlx::query("SELECT FROM lock_free_order($1, $2)")
+    let state: Option<String> = sqlx::query_scalar("SELECT state FROM lock_free_order($1, $2)")
         .bind(of.kind.as_str())
         .bind(order_id.as_str())
-        .execute(&mut *connection)
+        .fetch_one(&mut *connection)
         .await?;
+    if state.as_deref() == Some("busy") {
+        return Err(DecisionError::Unchanged { order_id: order_id.clone(), outcome: EndOutcome::Busy });
+    }
     let take = "UPDATE close_attempts c
                 SET step = 'claimed', unresolved_reason = NULL, unresolved_at = NULL, claimed_by = 'manual', who = $2, why = $3,
                     lease = hashtextextended(gen_random_uuid()::text, 0)

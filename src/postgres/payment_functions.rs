@@ -2,6 +2,7 @@
 //!
 //! Calls none of them.
 
+use order_timeout_core::kind::Kind;
 use sqlx::{AssertSqlSafe, Connection, PgConnection};
 
 use super::Database;
@@ -15,6 +16,10 @@ use crate::mapping::PaymentFunction;
 pub async fn install(database: &Database, functions: &[PaymentFunction]) -> Result<(), sqlx::Error> {
     let work = async |connection: &mut PgConnection| {
         let mut transaction = connection.begin().await?;
+        // They run with the owner's rights: last, so that no temporary object of a caller takes the place of another.
+        sqlx::raw_sql("SELECT set_config('search_path', current_setting('search_path') || ', pg_temp', true)")
+            .execute(&mut *transaction)
+            .await?;
         for function in functions {
             // Rendered from the operator's configuration.
             sqlx::raw_sql(AssertSqlSafe(function.create())).execute(&mut *transaction).await?;
@@ -26,6 +31,15 @@ pub async fn install(database: &Database, functions: &[PaymentFunction]) -> Resu
     database.run(work).await
 }
 
+/// Whether a kind has functions, of whatever mapping.
+///
+/// # Errors
+/// sqlx's.
+pub async fn are_there(database: &Database, kind: &Kind) -> Result<bool, sqlx::Error> {
+    let query = sqlx::query_scalar("SELECT to_regproc($1) IS NOT NULL").bind(format!("kind_{kind}_order"));
+    database.run(async |connection| query.fetch_one(connection).await).await
+}
+
 /// The names of those that the schema has not, or has with another body.
 ///
 /// # Errors
@@ -35,7 +49,8 @@ pub async fn not_installed(database: &Database, functions: &[PaymentFunction]) -
         functions.iter().map(|function| (function.name.as_str(), function.body.as_str())).unzip();
     let query = sqlx::query_scalar(
         "SELECT f.name FROM unnest($1::text[], $2::text[]) AS f (name, body)
-         WHERE NOT EXISTS (SELECT FROM pg_proc p WHERE p.oid = to_regproc(f.name) AND p.prosrc = f.body)",
+         WHERE NOT EXISTS (SELECT FROM pg_proc p WHERE p.oid = to_regproc(f.name) AND p.prosrc = f.body
+                           AND p.proconfig::text LIKE '%pg\\_temp%')",
     );
     let query = query.bind(names).bind(bodies);
     database.run(async |connection| query.fetch_all(connection).await).await

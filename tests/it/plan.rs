@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use order_timeout::effects::close::CLOSE_SQL;
-use order_timeout::effects::closing::{END_CLAIMED_SQL, HOLD_CLAIMED_SQL, POSTPONE_SQL, RESUME_SQL, SETTLE_PAID_SQL};
+use order_timeout::effects::closing::{HOLD_CLAIMED_SQL, POSTPONE_SQL, RESUME_SQL, SETTLE_PAID_SQL};
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::TestEnv;
@@ -236,7 +236,7 @@ async fn claim_all(env: &TestEnv) {
 }
 
 /// The statements of the closing protocol, with their types and with arguments for a batch of claimed orders.
-async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 7] {
+async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 6] {
     let ids: Vec<String> =
         sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'closing' ORDER BY id LIMIT $1")
             .bind(BATCH as i64)
@@ -269,7 +269,6 @@ async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, Stri
             format!("'order', {ids}, {leases}, {proved}"),
         ),
         (CLOSE_SQL, CLOSE_TYPES, format!("{ids}, 'alarm', true, true")),
-        (END_CLAIMED_SQL, "text, text[], text[], jsonb", format!("'order', {ids}, {ids}, '{{}}'")),
         (
             SETTLE_PAID_SQL,
             "text, text[], bigint[], jsonb, text[], text[], text[], text[], bigint[], text[]",

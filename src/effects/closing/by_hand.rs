@@ -16,6 +16,7 @@ pub(crate) async fn end_by_hand(
     let ended = match end {
         EndByHand::Close(ending) => close_claimed::close(connection, of, std::slice::from_ref(ending), true)
             .await?
+            .0
             .first()
             .map(|claimed| Ok(claimed.outcome)),
         EndByHand::SettlePaid(ending) => settle_paid::settle(connection, of, std::slice::from_ref(ending))

@@ -11,7 +11,7 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::order::ClosedBy;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::types::Json;
-use sqlx::{Connection, Row, SqlStr};
+use sqlx::{AssertSqlSafe, Connection, Row};
 
 use super::ended_orders::{EndedOrder, EndedOrders};
 use super::outcomes::{EndStatement, Outcomes};
@@ -20,8 +20,6 @@ use crate::postgres::{self, Database, ErrorClass, classify};
 
 /// The statement before the close.
 pub const HOLD_CLAIMED_SQL: &str = include_str!("../../../sql/hold_claimed.sql");
-/// The statement behind it.
-pub const END_CLAIMED_SQL: &str = include_str!("../../../sql/end_claimed.sql");
 
 /// A kind whose orders are claimed, and the statement that closes them.
 #[derive(Debug, Clone)]
@@ -29,7 +27,7 @@ pub struct ClaimedKind {
     /// Its name.
     pub kind: Kind,
     /// With the parameters of `sql/close.sql`.
-    pub close: SqlStr,
+    pub close: String,
 }
 
 /// Runs it on this database.
@@ -42,7 +40,24 @@ impl EndStatement for CloseClaimed<'_> {
         item
     }
 
+    /// One transaction for each path that has claimed some of them: of two close statements in one, the second could wait for
+    /// stock while the first has locked some.
     async fn run(&self, endings: &[Ending]) -> Result<Outcomes, sqlx::Error> {
+        let (mut outcomes, mut left) = (Outcomes::new(), endings.to_vec());
+        loop {
+            let (ended, others) = self.close_in_transaction(&left).await?;
+            self.2.add(ended.iter().filter_map(|claimed| claimed.closed));
+            outcomes.extend(ended.into_iter().map(|claimed| (claimed.order_id, claimed.outcome)));
+            left.retain(|ending| others.iter().any(|id| id == ending.order_id.as_str()));
+            if left.is_empty() {
+                return Ok(outcomes);
+            }
+        }
+    }
+}
+
+impl CloseClaimed<'_> {
+    async fn close_in_transaction(&self, endings: &[Ending]) -> Result<(Vec<EndedClaim>, Vec<String>), sqlx::Error> {
         let close = async |waits| {
             let work = async |connection: &mut PgConnection| {
                 let mut transaction = connection.begin().await?;
@@ -52,13 +67,11 @@ impl EndStatement for CloseClaimed<'_> {
             };
             self.0.run(work).await
         };
-        let ended = match close(true).await {
+        match close(true).await {
             // The others must not wait again for an article that another session holds; its orders are reported as busy.
-            Err(error) if classify(&error) == ErrorClass::Locked => close(false).await?,
-            answer => answer?,
-        };
-        self.2.add(ended.iter().filter_map(|claimed| claimed.closed));
-        Ok(ended.into_iter().map(|claimed| (claimed.order_id, claimed.outcome)).collect())
+            Err(error) if classify(&error) == ErrorClass::Locked => close(false).await,
+            answer => answer,
+        }
     }
 }
 
@@ -70,47 +83,59 @@ pub(super) struct EndedClaim {
     closed: Option<EndedOrder>,
 }
 
-/// Closes the orders whose claims the worker still has, in a transaction of the caller's, which commits.
+/// Closes orders whose claims the worker still has and that were claimed on one path, in a transaction of the caller's, which
+/// commits. Returns also those that were claimed on others.
 pub(super) async fn close(
     transaction: &mut PgConnection,
     of: &ClaimedKind,
     endings: &[Ending],
     waits: bool,
-) -> Result<Vec<EndedClaim>, sqlx::Error> {
-    let mut ended = Vec::with_capacity(endings.len());
-    for (claimed_by, ids) in hold(transaction, of, endings).await? {
-        let close = sqlx::query(of.close.clone()).bind(&ids).bind(&claimed_by).bind(waits).bind(true);
-        let rows = close.fetch_all(&mut *transaction).await?;
-        let mut found: BTreeMap<String, EndedClaim> = BTreeMap::new();
-        for row in &rows {
-            let claim = read(transaction, row, &claimed_by).await?;
-            found.insert(claim.order_id.clone(), claim);
-        }
-        // An order without a row is deleted.
-        let deleted = |order_id: String| EndedClaim { order_id, outcome: EndOutcome::AlreadyClosed, closed: None };
-        ended.extend(ids.into_iter().map(|id| found.remove(&id).unwrap_or_else(|| deleted(id))));
+) -> Result<(Vec<EndedClaim>, Vec<String>), sqlx::Error> {
+    let Held { claimed_by, ids, others } = hold(transaction, of, endings).await?;
+    // Rendered from the operator's configuration, or ours.
+    let close = sqlx::query(AssertSqlSafe(of.close.clone())).bind(&ids).bind(&claimed_by).bind(waits).bind(true);
+    let rows = close.fetch_all(&mut *transaction).await?;
+    let mut found: BTreeMap<String, EndedClaim> = BTreeMap::new();
+    for row in &rows {
+        let claim = read(transaction, row, &claimed_by).await?;
+        found.insert(claim.order_id.clone(), claim);
     }
+    // An order without a row is deleted.
+    let deleted = |order_id: String| EndedClaim { order_id, outcome: EndOutcome::AlreadyClosed, closed: None };
+    let ended: Vec<_> = ids.into_iter().map(|id| found.remove(&id).unwrap_or_else(|| deleted(id))).collect();
+    end_claims(transaction, of, endings, &ended).await?;
+    Ok((ended, others))
+}
+
+async fn end_claims(
+    transaction: &mut PgConnection,
+    of: &ClaimedKind,
+    endings: &[Ending],
+    ended: &[EndedClaim],
+) -> Result<(), sqlx::Error> {
     let is_over = |claim: &&EndedClaim| {
         matches!(claim.outcome, EndOutcome::Closed | EndOutcome::AlreadyPaid | EndOutcome::AlreadyClosed)
     };
     let id = |claim: &EndedClaim| claim.order_id.clone();
-    sqlx::query(END_CLAIMED_SQL)
+    sqlx::query("SELECT end_claims($1, $2, $3, $4)")
         .bind(of.kind.as_str())
         .bind(ended.iter().filter(is_over).map(id).collect::<Vec<_>>())
         .bind(ended.iter().filter(|claim| claim.closed.is_some()).map(id).collect::<Vec<_>>())
         .bind(Json(answers_by_order(endings)))
         .execute(transaction)
-        .await?;
-    Ok(ended)
+        .await
+        .map(drop)
 }
 
-/// The orders whose lease is still held, by the path that claimed them. Without any, one path without orders: so that the close
-/// statement is run in any case, and its faults are found.
-async fn hold(
-    transaction: &mut PgConnection,
-    of: &ClaimedKind,
-    endings: &[Ending],
-) -> Result<BTreeMap<String, Vec<String>>, sqlx::Error> {
+/// The orders whose lease is still held: those that one path has claimed, and the others.
+struct Held {
+    claimed_by: String,
+    ids: Vec<String>,
+    others: Vec<String>,
+}
+
+/// Without any, a path without orders: so that the close statement is run in any case, and its faults are found.
+async fn hold(transaction: &mut PgConnection, of: &ClaimedKind, endings: &[Ending]) -> Result<Held, sqlx::Error> {
     let closed = AttemptColumns::closed(endings);
     let rows: Vec<(String, String)> = sqlx::query_as(HOLD_CLAIMED_SQL)
         .bind(of.kind.as_str())
@@ -121,14 +146,10 @@ async fn hold(
         .bind(closed.references)
         .fetch_all(transaction)
         .await?;
-    let mut held: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for (order_id, claimed_by) in rows {
-        held.entry(claimed_by).or_default().push(order_id);
-    }
-    if held.is_empty() {
-        held.insert(ClosedBy::Sweep.as_str().to_owned(), Vec::new());
-    }
-    Ok(held)
+    let claimed_by = rows.first().map_or(ClosedBy::Sweep.as_str(), |(_, path)| path).to_owned();
+    let (of_path, of_others): (Vec<_>, Vec<_>) = rows.into_iter().partition(|(_, path)| *path == claimed_by);
+    let ids = |rows: Vec<(String, String)>| rows.into_iter().map(|(id, _)| id).collect();
+    Ok(Held { claimed_by, ids: ids(of_path), others: ids(of_others) })
 }
 
 async fn read(connection: &mut PgConnection, row: &PgRow, claimed_by: &str) -> Result<EndedClaim, sqlx::Error> {

@@ -25,7 +25,7 @@ use tracing::debug;
 pub(crate) use by_hand::{EndByHand, end_by_hand};
 pub use call::{AnswerFuture, Providers};
 use close_claimed::CloseClaimed;
-pub use close_claimed::{ClaimedKind, END_CLAIMED_SQL, HOLD_CLAIMED_SQL};
+pub use close_claimed::{ClaimedKind, HOLD_CLAIMED_SQL};
 pub use configured::ConfiguredProviders;
 pub(crate) use ended_orders::EndedOrder;
 use ended_orders::EndedOrders;

@@ -22,6 +22,7 @@ use super::extract::{Body, Parameters, WithToken};
 use super::reads::json;
 use crate::operations::Page;
 use crate::operations::orders_statements;
+use crate::operations::pause_closing;
 use crate::operations::unresolved::{self, Decision, UnresolvedOrder};
 use crate::postgres::Operator;
 use crate::postgres::selection::Selection;
@@ -111,6 +112,7 @@ pub(super) enum UnresolvedEnd {
 #[utoipa::path(post, path = "/unresolved/settle", tag = "unresolved orders", operation_id = "settle_unresolved",
     request_body = UnresolvedDecision, security(("token" = [])), responses(
     (status = 204),
+    (status = 404, body = Problem, content_type = "application/problem+json", description = "there is no such kind"),
     (status = 409, body = Problem, content_type = "application/problem+json", description = "it cannot end so: why"),
 ))]
 pub(super) async fn settle(
@@ -123,6 +125,7 @@ pub(super) async fn settle(
         UnresolvedEnd::Closed => Decision::Closed,
         UnresolvedEnd::Paid => Decision::Paid { reference: reference.as_ref().map(|PlainText(text)| text.as_str()) },
     };
+    pause_closing::require_known(&shared.settings, kind.as_ref())?;
     let database = &shared.sources().await?.database;
     let of = orders_statements::claimed_kind(database, &shared.settings, &kind.unwrap_or(Kind::ORDER)).await?;
     unresolved::decide(database, &of, &id, decision, &operator).await?;

@@ -42,9 +42,11 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
     ("order_resources", &["SELECT"]),
     ("reserved_resources", &["SELECT", "UPDATE"]),
     ("order_events", &["INSERT"]),
-    ("payment_attempts", &["SELECT"]),
-    ("close_attempts", &["SELECT", "INSERT", "UPDATE"]),
 ];
+
+/// Needed if orders may be claimed.
+const CLAIM_TABLES: &[Table] =
+    &[("payment_attempts", &["SELECT"]), ("close_attempts", &["SELECT", "INSERT", "UPDATE"])];
 
 /// Needed as well if a payment provider is asked before an order is closed, with our own statements.
 const PROVIDER_TABLES: &[Table] = &[("payment_attempts", &["UPDATE"]), ("close_attempts", &["DELETE"])];
@@ -57,21 +59,22 @@ const INDEXES_ALWAYS: [Index; 2] = [
     ("event_outbox_due", "the index of unsent events is missing"),
     ("alarm_outbox_due", "the index of unsent alarms is missing"),
 ];
-const INDEXES_OF_DEFAULT_ORDERS_TABLES: [Index; 3] = [
+const INDEXES_OF_DEFAULT_ORDERS_TABLES: [Index; 2] = [
     ("orders_unpaid_by_deadline", "the deadline index is missing, so the sweep reads the whole table"),
     ("an_order_is_closed_once", "the unique index that refuses a second close is missing"),
-    ("payment_attempts_by_order", "the index of an order's attempts to pay is missing"),
 ];
+const INDEX_OF_ATTEMPTS: Index = ("payment_attempts_by_order", "the index of an order's attempts to pay is missing");
 const INDEX_OF_CLAIMS: Index = ("close_attempts_due", "the index of claimed orders is missing");
 
-/// What the close statement calls.
-const DEFAULT_FUNCTIONS: &[&str] = &["orders_to_ask_about(text[], text)"];
+/// What a close statement calls that claims orders.
+const CLAIM_FUNCTIONS: &[&str] = &["orders_to_ask_about(text[], text)"];
 
 /// What the statements call that settle orders as paid. No role may call them unless it is granted.
 const PROVIDER_FUNCTIONS: &[&str] = &[
     "settle_asked_order(text, text, text[], text[], bigint[], text[], boolean[], text)",
     "lock_free_order(text, text)",
     "consume_for_orders(text, text[])",
+    "end_claims(text, text[], text[], jsonb)",
 ];
 
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing";
@@ -187,7 +190,11 @@ impl Schema {
         if is_ours {
             tables.extend(DEFAULT_ORDERS_TABLES);
             indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
-            functions.extend(DEFAULT_FUNCTIONS);
+        }
+        if kinds.iter().any(|kind| settings.claims_orders(kind)) {
+            tables.extend(CLAIM_TABLES);
+            indexes.push(INDEX_OF_ATTEMPTS);
+            functions.extend(CLAIM_FUNCTIONS);
         }
         if settings.asks_providers() {
             tables.extend(PROVIDER_TABLES);

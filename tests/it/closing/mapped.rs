@@ -47,8 +47,11 @@ const CLOSING: &str = "closing = { state = \"asking\" }\n";
 
 /// Whose orders are in a table of the shop's own.
 fn environment(further: &str) -> EnvBuilder {
-    let written = format!("{further}{MAPPING}");
-    let read = Config::builder().add_source(File::from_str(&written, FileFormat::Toml)).build().unwrap();
+    environment_of(&format!("{further}{MAPPING}"))
+}
+
+fn environment_of(mapping: &str) -> EnvBuilder {
+    let read = Config::builder().add_source(File::from_str(mapping, FileFormat::Toml)).build().unwrap();
     let table: TableSettings = read.try_deserialize().unwrap();
     TestEnv::builder()
         .without_broker()
@@ -290,4 +293,33 @@ fn callback_and_close_race_for_mapped_orders() {
             assert!(env.count("SELECT count(*) FROM shop.orders WHERE state = 'paid'").await >= ORDERS / 2);
         });
     }
+}
+
+#[test]
+fn mapping_without_stock_asks_provider() {
+    let (without_stock, _) = MAPPING.split_once("give_back").unwrap();
+    environment_of(without_stock).run(async move |env| {
+        install(&env).await;
+        execute(&env, "INSERT INTO shop.orders (nr, until) VALUES (1, now())").await;
+        attempt(&env).await;
+        let provider = Arc::new(Provider::default());
+        provider.always("pi_1", &paid());
+        let mut driver = Driver::start(&env, provider).await;
+        driver.deliver_alarms(&alarms(&env).await).await;
+        driver.run_until(&env, UNFINISHED, 0).await;
+        assert_eq!(end_state(&env).await, "paid | 1000/0 | order.paid_late_settled.v1 | pi_1 paid | 0 left");
+    });
+}
+
+#[test]
+fn functions_of_former_mapping_are_refused() {
+    environment("").run(async move |env| {
+        install(&env).await;
+        // Run with the owner's rights, so no temporary object of a caller may take the place of another.
+        let last = "SELECT count(*) FROM pg_proc WHERE proname LIKE 'kind\\_order\\_%' AND proconfig::text LIKE '%pg\\_temp\"}'";
+        assert_eq!(env.count(last).await, 4);
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let refused = orders_statements::require_functions(&database, &Kind::ORDER, &[]).await.unwrap_err().to_string();
+        assert!(refused.contains("kinds.order.table.pay") && refused.contains("DROP FUNCTION kind_order_id"), "{refused}");
+    });
 }
