@@ -200,7 +200,7 @@ fn kill_after_close_commit_closes_once() {
     killed_at(Kill {
         before: Before::Database,
         bytes: "cancel: closed",
-        then: Then::StallAnswers,
+        then: Then::StallAnswersOfCommit,
         killed: ("closed", 1, 1),
         ..UNPAID
     });

@@ -39,6 +39,8 @@ pub enum Then {
     Vanish,
     /// They are forwarded, and from then on no client receives anything, as with [`Proxy::stall_one_way`].
     StallAnswers,
+    /// They are forwarded, and so is what follows on their connection up to a COMMIT; from then on as [`Then::StallAnswers`].
+    StallAnswersOfCommit,
 }
 
 /// How bytes are forwarded in one direction.
@@ -298,7 +300,8 @@ async fn forward(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rul
             Direction::ToServer => (client, &server),
             Direction::ToClient => (&server, client),
         };
-        Pump { direction, from, to, wire, rules: wire.rules.subscribe(), answer_is_lost: &answer_is_lost }
+        let rules = wire.rules.subscribe();
+        Pump { direction, from, to, wire, rules, answer_is_lost: &answer_is_lost, stalls_at_commit: None }
     };
     let both_directions = async { tokio::try_join!(pump(Direction::ToServer).run(), pump(Direction::ToClient).run()) };
     let broken = async {
@@ -344,6 +347,8 @@ struct Pump<'a> {
     wire: &'a Wire,
     rules: watch::Receiver<Rules>,
     answer_is_lost: &'a AtomicBool,
+    /// What is to be told when a COMMIT has come, whose answer no client receives.
+    stalls_at_commit: Option<Arc<AtomicBool>>,
 }
 
 impl Pump<'_> {
@@ -392,9 +397,13 @@ impl Pump<'_> {
         Ok(())
     }
 
+    fn stall_answers(&self) {
+        self.wire.rules.send_modify(|rules| rules.to_client = Flow::Stalled);
+    }
+
     /// Counts bytes and triggers the trap. Searches each piece on its own, because the expected bytes come in one
     /// piece.
-    fn inspect(&self, bytes: &[u8]) -> io::Result<()> {
+    fn inspect(&mut self, bytes: &[u8]) -> io::Result<()> {
         for counted in self.wire.counted.lock().unwrap().iter().filter(|counted| counted.direction == self.direction) {
             counted.count.0.fetch_add(occurrences(bytes, &counted.bytes), Ordering::SeqCst);
         }
@@ -402,8 +411,16 @@ impl Pump<'_> {
             return if self.answer_is_lost.load(Ordering::SeqCst) { Err(cut_here()) } else { Ok(()) };
         }
         self.wire.written.fetch_add(1, Ordering::SeqCst);
+        if let Some(triggered) = self.stalls_at_commit.take_if(|_| occurrences(bytes, b"COMMIT") > 0) {
+            triggered.store(true, Ordering::SeqCst);
+            self.stall_answers();
+        }
         let mut trap = self.wire.trap.lock().unwrap();
         let Some(trap) = trap.take_if(|trap| occurrences(bytes, &trap.bytes) > 0) else { return Ok(()) };
+        if trap.then == Then::StallAnswersOfCommit {
+            self.stalls_at_commit = Some(trap.triggered);
+            return Ok(());
+        }
         trap.triggered.store(true, Ordering::SeqCst);
         match trap.then {
             Then::CutBefore => Err(cut_here()),
@@ -411,8 +428,8 @@ impl Pump<'_> {
                 self.wire.stall();
                 Ok(())
             }
-            Then::StallAnswers => {
-                self.wire.rules.send_modify(|rules| rules.to_client = Flow::Stalled);
+            Then::StallAnswers | Then::StallAnswersOfCommit => {
+                self.stall_answers();
                 Ok(())
             }
             Then::CutAtAnswer => {
