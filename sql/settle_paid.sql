@@ -91,11 +91,10 @@ attempts_ended AS (
 refunds AS (
     -- The order is paid by another attempt, so that no person looks at it: it is in the history, which a mapped table has not.
     INSERT INTO order_events (order_id, event, by, reason)
-    SELECT default_order_key(e.order_id), 'payment_refunded', 'provider', e.provider || ' ' || e.reference
-    FROM attempts_ended e
+    SELECT o.id, 'payment_refunded', 'provider', e.provider || ' ' || e.reference
+    FROM attempts_ended e JOIN orders o ON o.id = default_order_key(e.order_id)
     WHERE e.state = 'refunded' AND $1::text = 'order'
       AND (e.order_id IN (SELECT l.order_id FROM locked l WHERE l.state <> 'busy')) IS TRUE
-      AND default_order_key(e.order_id) IN (SELECT o.id FROM orders o WHERE o.id = default_order_key(e.order_id))
     RETURNING 1
 ),
 finished AS (

@@ -44,21 +44,22 @@ CREATE OR REPLACE FUNCTION release_part_payments(order_id text, kind text DEFAUL
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
-    target record;
+    id_text text := order_id_of_kind(release_part_payments.kind, release_part_payments.order_id);
+    was text;
     part received_payments;
     released bigint := 0;
 BEGIN
-    SELECT * INTO target FROM locked_order(release_part_payments.kind, release_part_payments.order_id, true);
-    IF target.state IS NULL OR target.state IN ('open', 'closing', 'paid') THEN
+    SELECT l.state INTO was FROM locked_order(release_part_payments.kind, id_text, true) l;
+    IF was IS NULL OR was IN ('open', 'closing', 'paid') THEN
         RETURN 0;
     END IF;
     IF release_part_payments.kind = 'order' THEN
         UPDATE orders o SET received_minor = NULL
-        WHERE o.id = default_order_key(target.id) AND o.received_minor IS NOT NULL;
+        WHERE o.id = default_order_key(id_text) AND o.received_minor IS NOT NULL;
     END IF;
     FOR part IN
         SELECT * FROM received_payments p
-        WHERE p.order_id = target.id AND p.kind = release_part_payments.kind AND p.outcome = 'partial' AND p.counted_minor > 0
+        WHERE p.order_id = id_text AND p.kind = release_part_payments.kind AND p.outcome = 'partial' AND p.counted_minor > 0
         ORDER BY p.received_at, p.provider, p.reference
         FOR NO KEY UPDATE
     LOOP

@@ -36,21 +36,21 @@ BEGIN
     RETURN coalesce(printed, order_id);
 END $$;
 
--- The order, whose row is locked: its id as its table prints it, and its state: open | closing | paid | closed | cancelled |
--- not_open; NULL if there is no such order; busy if another session holds it and this one does not wait. Not for callbacks.
+-- The order with this id, as its table prints it, whose row is locked, and its state: open | closing | paid | closed |
+-- cancelled | not_open; NULL if there is no such order; busy if another session holds it and this one does not wait. Not for
+-- callbacks.
 CREATE OR REPLACE FUNCTION locked_order(
     kind text, order_id text, waits boolean,
-    OUT id text, OUT state text, OUT deadline timestamptz, OUT amount_minor bigint, OUT currency text
+    OUT state text, OUT deadline timestamptz, OUT amount_minor bigint, OUT currency text
 ) LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'order'))
     INTO state, deadline, amount_minor, currency USING order_id, waits;
-    id := order_id_of_kind(kind, order_id);
     IF waits THEN
         -- The claim next: what ends claims locks them before the attempts.
-        PERFORM FROM close_attempts c WHERE c.order_id = locked_order.id AND c.kind = locked_order.kind FOR NO KEY UPDATE;
+        PERFORM FROM close_attempts c WHERE c.order_id = locked_order.order_id AND c.kind = locked_order.kind FOR NO KEY UPDATE;
     ELSE
-        PERFORM FROM close_attempts c WHERE c.order_id = locked_order.id AND c.kind = locked_order.kind;
+        PERFORM FROM close_attempts c WHERE c.order_id = locked_order.order_id AND c.kind = locked_order.kind;
     END IF;
     -- Claimed: a table without a status for it says no more than that the order is open.
     IF FOUND AND state = 'open' THEN

@@ -38,7 +38,7 @@ BEGIN
     SELECT * INTO target FROM locked_order(of_kind, settle_asked_order.order_id, true);
     SELECT sum(p.counted_minor), coalesce(target.currency, min(p.currency)) INTO received, money
     FROM received_payments p
-    WHERE p.order_id = target.id AND p.kind = of_kind AND (p.counted_minor > 0 OR p.outcome = 'paid');
+    WHERE p.order_id = settle_asked_order.order_id AND p.kind = of_kind AND (p.counted_minor > 0 OR p.outcome = 'paid');
     money := coalesce(money, currencies[array_position(whole, true)]);
     missing := target.amount_minor - coalesce(received, 0);
     IF target.state IN ('open', 'closing') THEN
@@ -70,12 +70,12 @@ BEGIN
         RETURN 'amount_differs';
     END IF;
     IF result = 'settled' THEN
-        IF NOT count_for_order(of_kind, target.id, total, true, 'provider',
+        IF NOT count_for_order(of_kind, settle_asked_order.order_id, total, true, 'provider',
                                'the provider had the money when the order was to be closed', answers) THEN
             RETURN 'kept';
         END IF;
     ELSIF total > 0 AND of_kind = 'order' THEN
-        UPDATE orders o SET received_minor = coalesce(o.received_minor, 0) + total WHERE o.id = default_order_key(target.id);
+        UPDATE orders o SET received_minor = coalesce(o.received_minor, 0) + total WHERE o.id = default_order_key(settle_asked_order.order_id);
     END IF;
     missing := greatest(missing, 0);
     FOR n IN 1 .. cardinality(refs) LOOP
@@ -86,7 +86,7 @@ BEGIN
                         WHEN currencies[n] <> money AND result = 'settled' THEN 'other_currency' ELSE why END;
         INSERT INTO received_payments (provider, reference, kind, order_id, amount_minor, currency, outcome, reason,
                                        counted_minor, missing_minor, surplus_minor)
-        VALUES (providers[n], refs[n], of_kind, target.id, amounts[n], currencies[n], verdict,
+        VALUES (providers[n], refs[n], of_kind, settle_asked_order.order_id, amounts[n], currencies[n], verdict,
                 CASE WHEN verdict = 'late' THEN late_as END, counted[n],
                 CASE WHEN verdict = 'partial' THEN missing ELSE 0 END,
                 CASE WHEN verdict <> 'late' THEN amounts[n] - counted[n] ELSE 0 END)
@@ -98,13 +98,13 @@ BEGIN
         UPDATE payment_attempts a SET state = CASE WHEN verdict = 'late' THEN 'late' ELSE 'paid' END
         WHERE a.provider = providers[n] AND a.reference = refs[n];
         IF amounts[n] > counted[n] THEN
-            PERFORM record_late_payment(of_kind, target.id, providers[n], refs[n], amounts[n] - counted[n],
+            PERFORM record_late_payment(of_kind, settle_asked_order.order_id, providers[n], refs[n], amounts[n] - counted[n],
                                         currencies[n], late_as);
         END IF;
     END LOOP;
     IF result = 'settled' THEN
-        PERFORM release_excess(of_kind, target.id, target.amount_minor);
-        PERFORM announce_paid(of_kind, target.id, target.deadline);
+        PERFORM release_excess(of_kind, settle_asked_order.order_id, target.amount_minor);
+        PERFORM announce_paid(of_kind, settle_asked_order.order_id, target.deadline);
     END IF;
     RETURN result;
 END $$;

@@ -245,13 +245,13 @@ fn sorted(ids: &[OrderId]) -> Vec<OrderId> {
 }
 
 /// A close statement and how many parameters it takes, with as many arguments.
-pub(crate) fn with_arguments(
+pub(crate) fn with_arguments<'q>(
     (sql, parameters): (SqlStr, usize),
-    ids: &[&str],
+    ids: &'q [&'q str],
     path: &'static str,
     waits_for_locks: bool,
-) -> Query<'static, Postgres, PgArguments> {
-    let mut query = sqlx::query(sql).bind(ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>());
+) -> Query<'q, Postgres, PgArguments> {
+    let mut query = sqlx::query(sql).bind(ids);
     if parameters > 1 {
         query = query.bind(path);
     }

@@ -263,15 +263,10 @@ impl<'a> Parts<'a> {
 
     /// The items of due orders, and the stock rows that they need: those that exist, and those that can be locked now.
     fn stock_to_lock(&self, index: usize) -> Result<Vec<String>, MappingError> {
-        let (settings, (items, stock)) = (&self.table.give_back[index], &self.facts.give_back[index]);
-        let (number, key) = (index + 1, |setting: &str| format!("give_back[{index}].{setting}"));
-        if let Some(why) = stock.why_not_lockable() {
-            return Err(MappingError::new(key("stock"), why));
-        }
-        let alias = name(&items.name);
-        let order = require_all(items, &alias, &settings.order.0, &key("order"))?;
-        let item_key = require_all(items, &alias, &settings.key.0, &key("key"))?;
-        let stock_key = require_all(stock, "s", &settings.stock_key.0, &key("stock_key"))?;
+        let (settings, relations) = (&self.table.give_back[index], &self.facts.give_back[index]);
+        let (number, (items, stock)) = (index + 1, relations);
+        let StockColumns { alias, order, item_key, stock_key } =
+            StockColumns::of(&format!("give_back[{index}]"), settings, relations)?;
         let needed = among(&stock_key, &format!("ot_items_{number}"), "s");
         Ok(vec![
             step(
@@ -554,6 +549,36 @@ fn ended(sql: &str) -> String {
 fn one_line(sql: &str) -> String {
     let sql = sql.trim();
     if sql.contains("--") { sql.to_owned() } else { sql.split_whitespace().collect::<Vec<_>>().join(" ") }
+}
+
+/// The columns of a `give_back` or of a `consume`, with the aliases of their tables.
+struct StockColumns {
+    /// Of the items.
+    alias: String,
+    order: Vec<String>,
+    item_key: Vec<String>,
+    /// Of the stock, whose alias is `s`.
+    stock_key: Vec<String>,
+}
+
+impl StockColumns {
+    fn of(
+        setting: &str,
+        settings: &GiveBackSettings,
+        (items, stock): &(Relation, Relation),
+    ) -> Result<Self, MappingError> {
+        let key = |name: &str| format!("{setting}.{name}");
+        if let Some(why) = stock.why_not_lockable() {
+            return Err(MappingError::new(key("stock"), why));
+        }
+        let alias = name(&items.name);
+        Ok(Self {
+            order: require_all(items, &alias, &settings.order.0, &key("order"))?,
+            item_key: require_all(items, &alias, &settings.key.0, &key("key"))?,
+            stock_key: require_all(stock, "s", &settings.stock_key.0, &key("stock_key"))?,
+            alias,
+        })
+    }
 }
 
 /// Changes the stock of these items: `i`, with the columns `s1, s2` and `quantity`.

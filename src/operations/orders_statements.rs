@@ -144,14 +144,13 @@ pub async fn require_functions(
 /// [`DatabaseError`] as of [`statements`], or if the kind's orders are never claimed.
 pub async fn claimed_kind(database: &Database, settings: &Settings, kind: &Kind) -> Result<ClaimedKind, DatabaseError> {
     let close = match statements(database, settings, kind).await?.close {
-        _ if !settings.claims_orders(kind) => {
+        StatementSource::Default => CLOSE_SQL.to_owned(),
+        StatementSource::Rendered { sql, .. } if settings.claims_orders(kind) => sql,
+        StatementSource::Rendered { .. } | StatementSource::File { .. } => {
             return Err(DatabaseError(format!(
                 "orders of kind \"{kind}\" are never claimed, because neither the default tables nor a mapping with pay have them; end the order in your own table"
             )));
         }
-        StatementSource::Default => CLOSE_SQL.to_owned(),
-        StatementSource::Rendered { sql, .. } => sql,
-        StatementSource::File { .. } => unreachable!("only the default tables and a mapping claim"),
     };
     Ok(ClaimedKind { kind: kind.clone(), close })
 }

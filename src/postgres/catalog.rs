@@ -6,7 +6,7 @@
 use sqlx::{AssertSqlSafe, Column, Executor, PgConnection, Row, SqlSafeStr, Statement as _, TypeInfo};
 
 use super::one_line;
-use crate::config::kinds::TableSettings;
+use crate::config::kinds::{GiveBackSettings, TableSettings};
 use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, predicate, quote};
 
 /// Why the facts of a mapping are not known.
@@ -65,20 +65,14 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     };
     let mut give_back = Vec::new();
     for (index, settings) in table.give_back.iter().enumerate() {
-        let key = |name: &str| format!("give_back[{index}].{name}");
-        let items = relation(connection, &key("items"), &settings.items).await?;
-        let stock = relation(connection, &key("stock"), &settings.stock).await?;
-        type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
-        require_own_stock(&key("stock"), &orders, &stock, &give_back)?;
-        give_back.push((items, stock));
+        let setting = format!("give_back[{index}]");
+        let found = stock_relations(connection, &setting, settings).await?;
+        require_own_stock(&format!("{setting}.stock"), &orders, &found.1, &give_back)?;
+        give_back.push(found);
     }
     let mut consume = Vec::new();
     for (index, settings) in table.consume.iter().enumerate() {
-        let key = |name: &str| format!("consume[{index}].{name}");
-        let items = relation(connection, &key("items"), &settings.items).await?;
-        let stock = relation(connection, &key("stock"), &settings.stock).await?;
-        type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
-        consume.push((items, stock));
+        consume.push(stock_relations(connection, &format!("consume[{index}]"), settings).await?);
     }
     let search_path: Vec<String> =
         sqlx::query_scalar("SELECT current_schemas(false)::text[]").fetch_one(&mut *connection).await?;
@@ -87,6 +81,19 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
     Ok(Facts { orders, deadline_type, give_back, consume, money_fault })
+}
+
+/// The items and the stock of a `give_back` or of a `consume`.
+async fn stock_relations(
+    connection: &mut PgConnection,
+    setting: &str,
+    settings: &GiveBackSettings,
+) -> Result<(Relation, Relation), CatalogError> {
+    let key = |name: &str| format!("{setting}.{name}");
+    let items = relation(connection, &key("items"), &settings.items).await?;
+    let stock = relation(connection, &key("stock"), &settings.stock).await?;
+    type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
+    Ok((items, stock))
 }
 
 /// An amount is a number, of which is known how many there are of the smallest unit; a currency is a text.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{EndOutcome, Ending};
 use order_timeout_core::kind::Kind;
-use order_timeout_core::order::ClosedBy;
+use order_timeout_core::order::{ClosedBy, Timestamp};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::types::Json;
 use sqlx::{AssertSqlSafe, Connection, Row};
@@ -95,9 +95,11 @@ pub(super) async fn close(
     // Rendered from the operator's configuration, or ours.
     let close = sqlx::query(AssertSqlSafe(of.close.clone())).bind(&ids).bind(&claimed_by).bind(waits).bind(true);
     let rows = close.fetch_all(&mut *transaction).await?;
+    // Behind the close: what was due by then and is still there was kept by a trigger.
+    let now = postgres::now(transaction).await?;
     let mut found: BTreeMap<String, EndedClaim> = BTreeMap::new();
     for row in &rows {
-        let claim = read(transaction, row, &claimed_by).await?;
+        let claim = read(row, &claimed_by, now)?;
         found.insert(claim.order_id.clone(), claim);
     }
     // An order without a row is deleted.
@@ -152,7 +154,7 @@ async fn hold(transaction: &mut PgConnection, of: &ClaimedKind, endings: &[Endin
     Ok(Held { claimed_by, ids: ids(of_path), others: ids(of_others) })
 }
 
-async fn read(connection: &mut PgConnection, row: &PgRow, claimed_by: &str) -> Result<EndedClaim, sqlx::Error> {
+fn read(row: &PgRow, claimed_by: &str, now: Timestamp) -> Result<EndedClaim, sqlx::Error> {
     let (order_id, word): (String, String) = (row.try_get("order_id")?, row.try_get("outcome")?);
     let deadline: Option<Timestamptz> = row.try_get("deadline")?;
     let deadline = deadline.map(|Timestamptz(moment)| moment);
@@ -164,8 +166,7 @@ async fn read(connection: &mut PgConnection, row: &PgRow, claimed_by: &str) -> R
         // An attempt that was written after the order was taken over, and about which nothing was asked.
         ("claimed" | "closing", _) => EndOutcome::AttemptsChanged,
         ("not_due", None) => EndOutcome::NoDeadline,
-        // A trigger has skipped the update.
-        ("not_due", Some(deadline)) if deadline <= postgres::now(connection).await? => EndOutcome::Kept,
+        ("not_due", Some(deadline)) if deadline <= now => EndOutcome::Kept,
         ("not_due", Some(deadline)) => EndOutcome::NotDue(deadline),
         _ => return Err(sqlx::Error::Decode(format!("the close statement returns the outcome {word:?}").into())),
     };

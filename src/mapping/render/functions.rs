@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::{
-    MappingError, Parts, among, as_numbered, ended, ids, literal, name, numbered, require_all, step, stock_update,
+    MappingError, Parts, StockColumns, among, as_numbered, ended, ids, literal, name, numbered, step, stock_update,
 };
 
 /// A function of a kind, as `adopt --install` creates it.
@@ -260,15 +260,9 @@ impl Parts<'_> {
     /// Each stock in the order of its keys, locked before it is changed, as the close does.
     fn consume_function(&self) -> Result<String, MappingError> {
         let mut body = "\n#variable_conflict use_column\nBEGIN\n".to_owned();
-        for (index, (settings, (items, stock))) in self.table.consume.iter().zip(&self.facts.consume).enumerate() {
-            let key = |setting: &str| format!("consume[{index}].{setting}");
-            if let Some(why) = stock.why_not_lockable() {
-                return Err(MappingError::new(key("stock"), why));
-            }
-            let alias = name(&items.name);
-            let order = require_all(items, &alias, &settings.order.0, &key("order"))?;
-            let item_key = require_all(items, &alias, &settings.key.0, &key("key"))?;
-            let stock_key = require_all(stock, "s", &settings.stock_key.0, &key("stock_key"))?;
+        for (index, (settings, relations)) in self.table.consume.iter().zip(&self.facts.consume).enumerate() {
+            let (setting, (items, stock)) = (format!("consume[{index}]"), relations);
+            let StockColumns { alias, order, item_key, stock_key } = StockColumns::of(&setting, settings, relations)?;
             let steps = [
                 self.asked("SELECT DISTINCT unnest($1::text[]) AS text_id"),
                 step(
@@ -293,7 +287,7 @@ impl Parts<'_> {
                 ),
             ];
             let items = "ot_items i WHERE (SELECT count(*) FROM ot_stock) >= 0";
-            let update = stock_update(&format!("consume[{index}]"), settings, stock, items)?;
+            let update = stock_update(&setting, settings, stock, items)?;
             body += &format!("WITH {}\n{update};\n", steps.join(",\n"));
         }
         Ok(body + "END")
