@@ -163,6 +163,7 @@ fn sqlx_stays_in_its_modules() {
         "operations/orders_table.rs",
         "operations/pause_closing.rs",
         "operations/adopt/dry_close.rs",
+        "operations/adopt/dry_payment.rs",
         "operations/adopt/propose.rs",
         "operations/close_rate.rs",
         "operations/explain.rs",

@@ -9,7 +9,8 @@ use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{SweepPage, SweepPlace, SweepReach};
 use serde::Serialize;
 
-use super::dry_close::{self, DryClose};
+use super::dry_close::{self, DryClose, StockChange};
+use super::dry_payment::{self, DryPayment};
 use super::{Finding, Level};
 use crate::config::Settings;
 use crate::config::kinds::{OrdersOf, TableSettings, key_of};
@@ -128,7 +129,8 @@ impl Check<'_> {
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
             self.note("deadline", why);
         }
-        if let Err(why) = orders_statements::require_functions(database, self.kind, &statements.functions).await {
+        let functions = orders_statements::require_functions(database, self.kind, &statements.functions).await;
+        if let Err(why) = &functions {
             self.wrong("pay", why.to_string());
         }
         let facts = self.tables(database).await?;
@@ -140,6 +142,9 @@ impl Check<'_> {
             self.unusable(database, unusable).await?;
             self.next_due(database, &sweeper).await?;
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
+            if functions.is_ok() && !statements.functions.is_empty() {
+                self.dry_payment(database, &closer, &sweeper, facts.as_ref()).await;
+            }
             let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
             self.backlog(database, &sweeper, &orders).await?;
         }
@@ -389,23 +394,69 @@ impl Check<'_> {
             self.add(level, &format!("also[{index}].sql"), sentence);
         }
         for (index, change) in stock.into_iter().enumerate().filter(|_| closed > 0) {
-            let key = format!("give_back[{index}].set");
-            let (stock, needed, changed) = (&change.stock, change.needed, change.changed);
-            let example = change
-                .examples
-                .first()
-                .map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
-            let shared = if change.is_shared { "; two of the orders have the same one" } else { "" };
-            if changed < needed && closed == tried {
-                self.wrong(&key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
-            } else {
-                self.proven(
-                    &key,
-                    format!("{changed} of {needed} rows of {stock} were given back and rolled back{shared}{example}"),
-                );
-            }
+            self.stock(&format!("give_back[{index}].set"), &change, "given back", closed == tried);
         }
         Ok(())
+    }
+
+    /// `has_all`: every order that needs one of the rows was closed or paid.
+    fn stock(&mut self, key: &str, change: &StockChange, verb: &str, has_all: bool) {
+        let (stock, needed, changed) = (&change.stock, change.needed, change.changed);
+        let example = change
+            .examples
+            .first()
+            .map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
+        let shared = if change.is_shared { "; two of the orders have the same one" } else { "" };
+        if changed < needed && has_all {
+            self.wrong(key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
+        } else {
+            self.proven(
+                key,
+                format!("{changed} of {needed} rows of {stock} were {verb} and rolled back{shared}{example}"),
+            );
+        }
+    }
+
+    /// How overdue orders are claimed and paid.
+    async fn dry_payment(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper, facts: Option<&Facts>) {
+        let Some((table, facts)) = self.settings.table_of(self.kind).zip(facts) else { return };
+        let ((close, parameters), overdue) = (closer.statement(), sweeper.statement());
+        let mapping = (self.kind, table, facts);
+        let run = database
+            .run(async |connection| dry_payment::run(connection, (&close, parameters), &overdue, mapping).await);
+        let DryPayment { tried, unclaimed, found_again, unpaid, stock } = match run.await {
+            Ok(dry) => dry,
+            Err(error) => {
+                let why = one_line(&error);
+                return self.note(
+                    "pay",
+                    format!("no payment could be tried: {why}; repeat the check as the owner of the schema"),
+                );
+            }
+        };
+        let (claimed, paid) = (tried - unclaimed.len(), tried - unclaimed.len() - unpaid.len());
+        for (id, outcome) in unclaimed {
+            match outcome {
+                Ok(word) if ["busy", "closing", "paid", "already_closed"].contains(&word.as_str()) => {}
+                Ok(word) => self.wrong("pay", format!("order {id} has an attempt that may bring money, but its close says {word} instead of claimed; check that no trigger changes payment_attempts or close_attempts")),
+                Err(why) => self.wrong("closing", format!("order {id} cannot be claimed: {why}")),
+            }
+        }
+        for id in found_again {
+            self.wrong("closing", format!("order {id} is found overdue again after it was claimed; check that no trigger changes close_attempts"));
+        }
+        for (id, answer) in unpaid {
+            self.wrong("pay", match answer {
+                Ok(word) => format!("order {id} was not paid by what it costs: the answer is {word}; check amount, currency, open and pay"),
+                Err(why) => format!("order {id} cannot be paid: {why}"),
+            });
+        }
+        if paid > 0 {
+            self.proven("pay", format!("{claimed} of {tried} overdue orders with an attempt to pay were claimed, {paid} of them paid by payment_received, and all rolled back"));
+        }
+        for (index, change) in stock.iter().enumerate().filter(|_| paid > 0) {
+            self.stock(&format!("consume[{index}].set"), change, "consumed", paid == tried);
+        }
     }
 
     /// Orders that the close does not close, each fault once.

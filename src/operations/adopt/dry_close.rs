@@ -13,7 +13,7 @@ use crate::mapping::{Facts, Relation, ids, predicate, quote};
 use crate::postgres::one_line;
 
 /// Orders that are tried.
-const TRIED: i64 = 10;
+pub(super) const TRIED: i64 = 10;
 /// Stock rows that are shown.
 const EXAMPLES: usize = 3;
 
@@ -68,18 +68,7 @@ pub async fn run(
     }
     let alsos = mapping.map_or(&[][..], |(table, _)| table.also.as_slice());
     let changed_before = changed_rows(&mut transaction, alsos).await?;
-    match close_all(&mut transaction, close, &tried).await {
-        Ok(outcomes) => dry.outcomes = outcomes.into_iter().map(|(id, outcome)| (id, Ok(outcome))).collect(),
-        // One by one, to name the order that it is about.
-        Err(_) => {
-            for id in &tried {
-                let outcome = close_all(&mut transaction, close, std::slice::from_ref(id)).await;
-                let outcome =
-                    outcome.map(|found| found.into_iter().next().map_or("unknown".to_owned(), |(_, word)| word));
-                dry.outcomes.push((id.clone(), outcome));
-            }
-        }
-    }
+    dry.outcomes = close_tried(&mut transaction, close, &tried).await;
     let is_closed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("closed");
     let closed = |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && is_closed(outcome));
     dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
@@ -112,7 +101,12 @@ async fn changed_rows(connection: &mut PgConnection, alsos: &[AlsoSettings]) -> 
     Ok(changed)
 }
 
-async fn overdue_ids(connection: &mut PgConnection, overdue: &SqlStr, limit: i64) -> Result<Vec<String>, sqlx::Error> {
+/// The first overdue orders.
+pub(super) async fn overdue_ids(
+    connection: &mut PgConnection,
+    overdue: &SqlStr,
+    limit: i64,
+) -> Result<Vec<String>, sqlx::Error> {
     let rows = sqlx::query(overdue.clone())
         .bind(0.0_f64)
         .bind(Timestamptz(Timestamp::from_unix_micros(i64::MIN)))
@@ -122,6 +116,25 @@ async fn overdue_ids(connection: &mut PgConnection, overdue: &SqlStr, limit: i64
         .await?;
     let found = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
     Ok(found.into_iter().filter_map(|(_, order)| Some(order?.order_id.to_string())).collect())
+}
+
+/// What the close says of each order, or the error's sentence.
+pub(super) async fn close_tried(
+    connection: &mut PgConnection,
+    close: (&SqlStr, usize),
+    tried: &[String],
+) -> Vec<(String, Result<String, String>)> {
+    if let Ok(outcomes) = close_all(connection, close, tried).await {
+        return outcomes.into_iter().map(|(id, outcome)| (id, Ok(outcome))).collect();
+    }
+    // One by one, to name the order that the error is about.
+    let mut outcomes = Vec::new();
+    for id in tried {
+        let outcome = close_all(connection, close, std::slice::from_ref(id)).await;
+        let outcome = outcome.map(|found| found.into_iter().next().map_or("unknown".to_owned(), |(_, word)| word));
+        outcomes.push((id.clone(), outcome));
+    }
+    outcomes
 }
 
 /// Outcomes by order, or the error's sentence; after an error the transaction is as before.
@@ -147,7 +160,7 @@ async fn close_all(
 }
 
 /// A stock row that the tried orders need.
-struct StockRow {
+pub(super) struct StockRow {
     /// The values of its key, as text.
     key: Vec<String>,
     row: String,
@@ -156,7 +169,7 @@ struct StockRow {
 }
 
 /// The stock rows that these orders need.
-async fn needed_stock(
+pub(super) async fn needed_stock(
     connection: &mut PgConnection,
     settings: &GiveBackSettings,
     (items, stock): &(Relation, Relation),
@@ -198,7 +211,8 @@ async fn needed_stock(
     Ok(rows.into_iter().map(|(key, row, orders)| StockRow { key, row, orders }).collect())
 }
 
-async fn compare(
+/// Which of these stock rows have changed.
+pub(super) async fn compare(
     connection: &mut PgConnection,
     settings: &GiveBackSettings,
     stock: &Relation,

@@ -4,6 +4,7 @@
 
 pub mod check;
 mod dry_close;
+mod dry_payment;
 pub mod propose;
 
 use serde::Serialize;

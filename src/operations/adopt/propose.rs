@@ -153,6 +153,7 @@ const FREE: &str = "available stock onhand size free bestand disponible 库存";
 const DEADLINE: &str = "expir due deadline until validto timeout frist ablauf fällig faellig bis vence vencim limite \
                         échéance echeance scaden 截止 过期";
 const CREATED: &str = "creat insert placed datetime angelegt erstellt bestellt creado inizio 创建";
+const PAID_AT: &str = "paid payment pay bezahlt pagad paye payé 支付";
 const CLOSED_AT: &str = "closed cancel storn anulad geschlossen";
 /// Of what an order costs in all, of a part of that, and of its currency.
 const AMOUNT: &str = "payamount grandtotal total amount price betrag summe importe 金额";
@@ -334,6 +335,7 @@ impl Draft {
         let deadline = self.deadline(&mut lines);
         self.money(&mut lines);
         self.close(&mut lines);
+        self.pay(&mut lines);
         let mut ddl = Vec::new();
         for reservation in &self.reservations {
             reservation.write(&self.kind, &mut lines, &mut ddl, self.orders.primary_key.len());
@@ -443,7 +445,7 @@ impl Draft {
         }
     }
 
-    /// What an order costs: for the forecast alone, so that without a currency it is proposed as a comment.
+    /// What an order costs: for the forecast and for payments, so that without a currency it is proposed as a comment.
     fn money(&self, lines: &mut Vec<String>) {
         let columns = &self.orders.relation.columns;
         // The first part fits best, and the whole name better than a part of it.
@@ -459,8 +461,8 @@ impl Draft {
         let currency = named(CURRENCY, &["text", "varchar", "bpchar", "citext"]);
         let comment = if currency.is_some() { "" } else { "# " };
         lines.push(match &currency {
-            Some(_) => "# A guess by the names: what an order costs, for the forecast.".into(),
-            None => "# A guess by its name: what an order costs, for the forecast. In which currency?".into(),
+            Some(_) => "# A guess by the names: what an order costs.".into(),
+            None => "# A guess by its name: what an order costs. In which currency?".into(),
         });
         lines.push(format!("{comment}amount = {}", toml(&column(&amount))));
         if columns[&amount].base == "numeric" {
@@ -488,15 +490,26 @@ impl Draft {
             lines.push("# What a closed order's row says; \"now\" is the moment of the close.".into());
             set.push(format!("{} = {}", toml_key(&status.column), toml(&word)));
         }
-        let of_time = |clue: &&Clues| self.orders.relation.columns[&clue.name].base.starts_with("timestamp");
-        let is_deadline = |clue: &Clues| self.deadline.as_ref() == Some(&clue.name);
-        let like = |parts: &str| {
-            self.clues.iter().filter(of_time).find(|clue| has_part(&clue.name, parts) && !is_deadline(clue))
-        };
-        if let Some(clue) = like(CLOSED_AT).or_else(|| like(CHANGED_AT)) {
-            set.push(format!("{} = \"now\"", toml_key(&clue.name)));
-        }
+        let time = self.time_like(CLOSED_AT).or_else(|| self.time_like(CHANGED_AT));
+        set.extend(time.map(|name| format!("{} = \"now\"", toml_key(name))));
         lines.push(format!("close = {{ {} }}", set.join(", ")));
+    }
+
+    /// What a payment writes: a comment, because it needs `adopt --install`.
+    fn pay(&self, lines: &mut Vec<String>) {
+        let Some(status) = &self.status else { return };
+        let Some(word) = status.like(Meaning::Paid).first().copied() else { return };
+        let mut set = vec![format!("{} = {}", toml_key(&status.column), toml(word))];
+        set.extend(self.time_like(PAID_AT).map(|name| format!("{} = \"now\"", toml_key(name))));
+        lines.push("# What a paid order's row says, so that payment_received pays it and its provider is asked before the close (docs/PAYMENTS.md).".into());
+        lines.push(format!("# pay = {{ {} }}", set.join(", ")));
+    }
+
+    /// The first column of a time with such a name, except the deadline.
+    fn time_like(&self, parts: &str) -> Option<&str> {
+        let is_time = |name: &str| self.orders.relation.columns[name].base.starts_with("timestamp");
+        let names = self.clues.iter().map(|clue| clue.name.as_str());
+        names.filter(|name| is_time(name) && self.deadline.as_deref() != Some(name)).find(|name| has_part(name, parts))
     }
 }
 
@@ -528,16 +541,20 @@ impl Reservation {
             "\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?",
             key.target
         ));
+        let consumed = taken.as_ref().map(|name| change(name, '-'));
+        let items = [
+            format!("items = {}", toml(&items)),
+            format!("order = {}", toml_list(&self.order)),
+            format!("key = {}", toml_list(&key.columns)),
+            format!("quantity = {}", toml(&quantity)),
+            format!("stock = {}", toml(&format!("{}.{}", stock.schema, stock.name))),
+            format!("stock_key = {}", toml_list(&key.target_columns)),
+        ];
         lines.push(format!("[[kinds.{kind}.table.give_back]]"));
-        lines.push(format!("items = {}", toml(&items)));
-        lines.push(format!("order = {}", toml_list(&self.order)));
+        lines.extend(items.clone());
         if self.order.len() != id_columns {
             lines.push("# The foreign key has another number of columns than the id: name as many.".into());
         }
-        lines.push(format!("key = {}", toml_list(&key.columns)));
-        lines.push(format!("quantity = {}", toml(&quantity)));
-        lines.push(format!("stock = {}", toml(&format!("{}.{}", stock.schema, stock.name))));
-        lines.push(format!("stock_key = {}", toml_list(&key.target_columns)));
         if let Some(change) = free.filter(|_| is_asked) {
             lines.push(format!("# Is it reduced when an order is placed? Then add {change} as well."));
         }
@@ -547,6 +564,12 @@ impl Reservation {
             set.push(format!("{} = \"?\"", toml_key(&status.column)));
         }
         lines.push(format!("set = {{ {} }}", set.join(", ")));
+        if let Some(consumed) = consumed {
+            lines.push("\n# With pay: is this how a payment consumes what was reserved?".into());
+            lines.push(format!("# [[kinds.{kind}.table.consume]]"));
+            lines.extend(items.iter().map(|line| format!("# {line}")));
+            lines.push(format!("# set = {{ {consumed} }}"));
+        }
         let columns: Vec<String> = self.order.iter().map(|name| column(name)).collect();
         let columns = columns.join(", ");
         let index = self.items.create_index(false, &columns, None);

@@ -1,8 +1,9 @@
 //! `adopt` proposes a mapping from what the database says, and it may be used where nothing had to be guessed.
 
 use order_timeout::Settings;
-use order_timeout::operations::adopt::{Level, check, propose};
-use order_timeout::postgres::Database;
+use order_timeout::operations::adopt::{Finding, Level, check, propose};
+use order_timeout::operations::orders_statements;
+use order_timeout::postgres::{Database, payment_functions};
 
 use super::{execute, text};
 use order_timeout_core::kind::Kind;
@@ -45,6 +46,73 @@ fn proposal_for_clear_shop_is_right() {
             let wrong: Vec<_> = report.findings.iter().filter(|finding| finding.level == Level::Wrong).collect();
             assert!(wrong.is_empty(), "{wrong:#?}");
         });
+}
+
+/// A mapping in the database: read, with its functions installed and checked.
+async fn checked(env: &TestEnv, mapping: &str) -> Vec<Finding> {
+    let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    std::io::Write::write_all(&mut file, mapping.as_bytes()).unwrap();
+    let mut settings = env.settings.clone();
+    settings.kinds = Settings::load(Some(file.path()), &[]).unwrap().kinds;
+    let database = Database::connect(&settings.database, 2).await.unwrap();
+    let statements = orders_statements::statements(&database, &settings, &Kind::ORDER).await.unwrap();
+    payment_functions::install(&database, &statements.functions).await.unwrap();
+    check::check(&database, &settings, &Kind::ORDER).await.unwrap().findings
+}
+
+/// The proposed `pay` and `consume` are comments, and right once a shop has taken them over.
+#[test]
+fn proposal_for_payments_can_be_used() {
+    TestEnv::builder().without_broker().run(async |env| {
+        execute(&env, &text("ticketing", "schema.sql")).await;
+        execute(&env, &text("ticketing", "orders.sql")).await;
+        execute(&env, "ALTER TABLE tickets.pretixbase_order ADD paid_at timestamptz").await;
+        execute(
+            &env,
+            "UPDATE tickets.pretixbase_order SET expires = clock_timestamp() - interval '1 min';
+             UPDATE tickets.pretixbase_order SET status = 'p' WHERE id % 3 = 0;
+             UPDATE tickets.pretixbase_order SET status = 'e' WHERE id % 3 = 1",
+        )
+        .await;
+        let database = Database::connect(&env.settings.database, 2).await.unwrap();
+        let table = Some("tickets.pretixbase_order");
+        let proposed = propose::propose(&database, &Kind::ORDER, table).await.unwrap().toml;
+        let (mapping, consume) = proposed.split_once("\n# With pay: is this how").expect("a proposal for consume");
+        let (_, consume) = consume.split_once('\n').unwrap();
+        let mapping = mapping.replace("\n# pay = ", "\npay = ") + "\n" + &consume.replace("# ", "");
+        assert!(mapping.contains("\npay = { status = \"p\", paid_at = \"now\" }"), "{proposed}");
+        let found = checked(&env, &mapping).await;
+        let proves = |key: &str, words: &str| {
+            let is_it = |finding: &Finding| {
+                finding.level == Level::Proven && finding.key.ends_with(key) && finding.sentence.contains(words)
+            };
+            assert!(found.iter().any(is_it), "{key}: {found:#?}");
+        };
+        proves(".pay", "10 of 10 overdue orders with an attempt to pay were claimed, 10 of them paid");
+        proves(".consume[0].set", "were consumed and rolled back");
+        assert_eq!(env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE paid_at IS NOT NULL").await, 0);
+        let written = "SELECT (SELECT count(*) FROM payment_attempts) + (SELECT count(*) FROM received_payments)
+                            + (SELECT count(*) FROM close_attempts) + (SELECT count(*) FROM event_outbox)";
+        assert_eq!(env.count(written).await, 0);
+        for (old, new, key, words) in [
+            ("pay = { status = \"p\"", "pay = { status = \"n\"", ".pay", "kinds.order.table.pay leaves order"),
+            (
+                "paid = \"status = 'p'\"",
+                "paid = \"status IN ('p', 'x')\"\nclosing = { status = \"x\" }",
+                ".closing",
+                "closing makes the order paid",
+            ),
+            ("booked - quantity\" }\n", "booked\" }\n", ".consume[0].set", "check key, stock_key and set"),
+        ] {
+            let at = mapping.rfind(old).expect(old);
+            let wrong = format!("{}{new}{}", &mapping[..at], &mapping[at + old.len()..]);
+            let found = checked(&env, &wrong).await;
+            let says = |finding: &Finding| {
+                finding.level == Level::Wrong && finding.key.ends_with(key) && finding.sentence.contains(words)
+            };
+            assert!(found.iter().any(says), "{new}: {found:#?}");
+        }
+    });
 }
 
 #[test]

@@ -1,0 +1,91 @@
+//! Pays up to ten overdue orders in a transaction that is rolled back: each gets an attempt that may bring money, is claimed
+//! by the close, and is paid as a callback would pay it.
+//!
+//! Uses the statements and functions in effect. Holds its locks for the time of one batch; asks no provider.
+
+use order_timeout_core::kind::Kind;
+use sqlx::{Connection, PgConnection, Row, SqlStr};
+
+use super::dry_close::{StockChange, TRIED, close_tried, compare, needed_stock, overdue_ids};
+use crate::config::kinds::TableSettings;
+use crate::mapping::Facts;
+use crate::postgres::one_line;
+
+/// The provider of the attempts, which no settings need to have: it is not asked.
+const PROVIDER: &str = "adopt";
+
+/// What the payments have shown.
+#[derive(Debug, Default)]
+pub struct DryPayment {
+    /// How many orders were tried.
+    pub tried: usize,
+    /// What the close said of those that it did not claim; an error's sentence where it failed.
+    pub unclaimed: Vec<(String, Result<String, String>)>,
+    /// Claimed orders that the overdue statement found again.
+    pub found_again: Vec<String>,
+    /// What a payment of those that it did not pay was answered; an error's sentence where it failed.
+    pub unpaid: Vec<(String, Result<String, String>)>,
+    /// For each `consume`: stock rows that the paid orders need, and how many of them changed.
+    pub stock: Vec<StockChange>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// sqlx's, if the overdue statement fails, the attempts cannot be written, or the database does not answer.
+pub async fn run(
+    connection: &mut PgConnection,
+    close: (&SqlStr, usize),
+    overdue: &SqlStr,
+    (kind, table, facts): (&Kind, &TableSettings, &Facts),
+) -> Result<DryPayment, sqlx::Error> {
+    let mut transaction = connection.begin().await?;
+    let tried = overdue_ids(&mut transaction, overdue, TRIED).await?;
+    let mut dry = DryPayment { tried: tried.len(), ..DryPayment::default() };
+    begin_attempts(&mut transaction, kind, &tried).await?;
+    let is_claimed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("claimed");
+    let outcomes = close_tried(&mut transaction, close, &tried).await;
+    let (claimed, others): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(|(_, outcome)| is_claimed(outcome));
+    dry.unclaimed = others;
+    let claimed: Vec<String> = claimed.into_iter().map(|(id, _)| id).collect();
+    let found = overdue_ids(&mut transaction, overdue, TRIED * 2).await?;
+    dry.found_again = found.into_iter().filter(|id| claimed.contains(id)).collect();
+    let mut before = Vec::new();
+    for (settings, relations) in table.consume.iter().zip(&facts.consume) {
+        before.push(needed_stock(&mut transaction, settings, relations, &claimed).await?);
+    }
+    for id in claimed {
+        let answer = pay(&mut transaction, kind, &id).await?;
+        if answer.as_deref() != Ok("paid") {
+            dry.unpaid.push((id, answer));
+        }
+    }
+    for ((settings, (_, stock)), before) in table.consume.iter().zip(&facts.consume).zip(before) {
+        dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
+    }
+    transaction.rollback().await?;
+    Ok(dry)
+}
+
+async fn begin_attempts(connection: &mut PgConnection, kind: &Kind, ids: &[String]) -> Result<(), sqlx::Error> {
+    let begin = sqlx::query(
+        "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency, kind)
+         SELECT $1, 'adopt-check-' || md5(t.order_id), t.order_id, 0, 'XXX', $2 FROM unnest($3::text[]) AS t (order_id)",
+    );
+    begin.bind(PROVIDER).bind(kind.as_str()).bind(ids).execute(connection).await.map(drop)
+}
+
+/// Pays what the order costs. Returns the outcome, or the error's sentence; after an error the transaction is as before.
+async fn pay(connection: &mut PgConnection, kind: &Kind, id: &str) -> Result<Result<String, String>, sqlx::Error> {
+    let mut savepoint = connection.begin().await?;
+    let paid = sqlx::query(
+        "SELECT concat_ws(': ', r.outcome, r.reason) AS outcome
+         FROM locked_order($1, $2, true) l,
+              payment_received($2, $3, 'adopt-check-' || md5($2), coalesce(l.amount_minor, 1), coalesce(l.currency, 'XXX'), $1) r",
+    );
+    let paid = paid.bind(kind.as_str()).bind(id).bind(PROVIDER).fetch_one(&mut *savepoint).await;
+    match paid.and_then(|row| row.try_get("outcome")) {
+        Ok(outcome) => savepoint.commit().await.map(|()| Ok(outcome)),
+        Err(error) => savepoint.rollback().await.map(|()| Err(one_line(&error))),
+    }
+}
