@@ -153,7 +153,7 @@ const FREE: &str = "available stock onhand size free bestand disponible 库存";
 const DEADLINE: &str = "expir due deadline until validto timeout frist ablauf fällig faellig bis vence vencim limite \
                         échéance echeance scaden 截止 过期";
 const CREATED: &str = "creat insert placed datetime angelegt erstellt bestellt creado inizio 创建";
-const PAID_AT: &str = "paid payment pay bezahlt pagad paye payé 支付";
+const PAID_AT: &str = "paid complet payment pay bezahlt pagad paye payé 支付";
 const CLOSED_AT: &str = "closed cancel storn anulad geschlossen";
 /// Of what an order costs in all, of a part of that, and of its currency.
 const AMOUNT: &str = "payamount grandtotal total amount price betrag summe importe 金额";
