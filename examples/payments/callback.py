@@ -6,11 +6,12 @@ import os
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import psycopg  # pip install "psycopg[binary]"
+import psycopg
+
+from order_timeout import OrderTimeoutError, payment_received  # pip install ./clients/python "psycopg[binary]"
 
 DATABASE = os.environ["DATABASE_URL"]
 SECRET = os.environ["STRIPE_WEBHOOK_SECRET"].encode()  # whsec_…, from the endpoint's page
-CALL = "SELECT outcome, reason, missing_minor, is_new FROM payment_received(%s, 'stripe', %s, %s, %s)"
 
 
 def is_signed(header, body):
@@ -33,20 +34,20 @@ class Callback(BaseHTTPRequestHandler):
         order = (intent.get("metadata") or {}).get("order_id")
         if event["type"] != "payment_intent.succeeded" or order is None:
             return self.answer(200)  # not a payment of an order
-        payment = (order, intent["id"], intent["amount_received"], intent["currency"].upper())
+        currency = intent["currency"].upper()
         try:
             with psycopg.connect(DATABASE) as connection:
-                outcome, reason, missing, is_new = connection.execute(CALL, payment).fetchone()
-        except (psycopg.errors.InvalidParameterValue, psycopg.errors.UniqueViolation) as error:
-            # What was reported can never be recorded: for an operator. A repetition is of no use.
-            print("final, look at it:", error, flush=True)
-            return self.answer(200)
-        except psycopg.Error as error:
+                paid = payment_received(connection, order, "stripe", intent["id"], intent["amount_received"], currency)
+        except (OrderTimeoutError, psycopg.Error) as error:
+            if getattr(error, "is_final", False):
+                # What was reported can never be recorded: for an operator. A repetition is of no use.
+                print("final, look at it:", error, flush=True)
+                return self.answer(200)
             # Not 200: then Stripe calls again, and the payment is not lost.
             print("not recorded:", error, flush=True)
             return self.answer(503)
-        if is_new:
-            print(order, outcome, reason or missing, flush=True)
+        if paid.is_new:
+            print(order, paid.outcome, paid.reason or paid.missing_minor, flush=True)
         self.answer(200)
 
     def answer(self, status):

@@ -4,11 +4,11 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use crate::{amqp_url, example, on_default_names, root};
+use crate::{amqp_url, database_url, example, on_default_names, root};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use order_timeout_core::delay::Strategy;
@@ -78,35 +78,66 @@ fn install(folder: &Path, program: &str, arguments: &[&str]) -> Result<(), Strin
     output.status.success().then_some(()).ok_or_else(failed)
 }
 
-/// Python with this module, from this package.
+/// Python with the drivers and the package in clients/python, installed once.
 ///
 /// # Errors
 /// One sentence if it cannot be had on this machine.
-pub fn python_with(module: &str, package: &str) -> Result<Command, String> {
-    let folder = folder(&format!("python-{module}"));
-    let python = folder.join("bin/python");
-    if !python.exists() {
-        install(&folder, "python3", &["-m", "venv", "."])?;
-    }
-    if install(&folder, python.to_str().unwrap(), &["-c", &format!("import {module}")]).is_err() {
-        install(&folder, python.to_str().unwrap(), &["-m", "pip", "install", "--quiet", package])?;
-    }
-    Ok(Command::new(python))
+pub fn python() -> Result<Command, String> {
+    const IMPORTS: &str = "import asyncpg, pika, psycopg, sqlalchemy.ext.asyncio";
+    const PACKAGES: [&str; 4] = ["asyncpg", "pika", "psycopg[binary]", "sqlalchemy[asyncio]"];
+    static PYTHON: LazyLock<Result<PathBuf, String>> = LazyLock::new(|| {
+        let folder = folder("python");
+        let python = folder.join("bin/python");
+        if !python.exists() {
+            install(&folder, "python3", &["-m", "venv", "."])?;
+        }
+        if install(&folder, python.to_str().unwrap(), &["-c", IMPORTS]).is_err() {
+            let arguments = [&["-m", "pip", "install", "--quiet"][..], &PACKAGES].concat();
+            install(&folder, python.to_str().unwrap(), &arguments)?;
+        }
+        Ok(python)
+    });
+    let mut command = Command::new(PYTHON.clone()?);
+    command.env("PYTHONPATH", root().join("clients/python")).env("PYTHONDONTWRITEBYTECODE", "1");
+    Ok(command)
 }
 
-fn python() -> Result<Command, String> {
-    let mut command = python_with("pika", "pika")?;
+/// Node.js with the drivers, and the package in clients/node as `npm pack` makes it; to run in the folder that is returned.
+///
+/// # Errors
+/// One sentence if it cannot be had on this machine.
+pub fn node() -> Result<(Command, PathBuf), String> {
+    const QUIET: [&str; 3] = ["--silent", "--no-audit", "--no-fund"];
+    static FOLDER: LazyLock<Result<PathBuf, String>> = LazyLock::new(|| {
+        let folder = folder("node");
+        if !folder.join("node_modules/drizzle-orm").exists() {
+            let packages = ["install", "--prefix", ".", "amqplib", "pg", "drizzle-orm"];
+            install(&folder, "npm", &[&packages[..], &QUIET].concat())?;
+        }
+        let (package, target) = (root().join("clients/node"), "node_modules/order-timeout");
+        install(&folder, "npm", &["pack", "--silent", package.to_str().unwrap()])?;
+        std::fs::create_dir_all(folder.join(target)).unwrap();
+        let unpack = ["-xzf", "order-timeout-0.1.0.tgz", "--strip-components=1", "-C", target];
+        install(&folder, "tar", &unpack)?;
+        Ok(folder)
+    });
+    let folder = FOLDER.clone()?;
+    let mut command = Command::new("node");
+    command.current_dir(&folder);
+    Ok((command, folder))
+}
+
+fn python_listener() -> Result<Command, String> {
+    let mut command = python()?;
     command.arg(root().join("examples/listeners/python/listen.py"));
     Ok(command)
 }
 
-fn node() -> Result<Command, String> {
-    let folder = folder("listener-node");
-    if !folder.join("node_modules/amqplib").exists() {
-        install(&folder, "npm", &["install", "--silent", "--no-audit", "--no-fund", "--prefix", ".", "amqplib"])?;
-    }
-    let mut command = Command::new("node");
-    command.arg(root().join("examples/listeners/node/listen.js")).env("NODE_PATH", folder.join("node_modules"));
+/// Node looks for a program's packages beside the program.
+fn node_listener() -> Result<Command, String> {
+    let (mut command, folder) = node()?;
+    std::fs::copy(root().join("examples/listeners/node/listen.mjs"), folder.join("listen.mjs")).unwrap();
+    command.arg("listen.mjs");
     Ok(command)
 }
 
@@ -140,7 +171,8 @@ fn check(test: &str, listener: fn() -> Result<Command, String>) {
 /// Sends the listener two events, the first of them twice and on two connections.
 async fn handle_each_event_once(env: Arc<TestEnv>, broker: Arc<Private>, mut command: Command) {
     const LISTENING: &str = "listening: shop.order-closed";
-    let mut listener = Listener::start(command.env("AMQP_URL", amqp_url(&env)).env("EVENTS", "2"));
+    command.env("AMQP_URL", amqp_url(&env)).env("DATABASE_URL", database_url(&env)).env("EVENTS", "2");
+    let mut listener = Listener::start(&mut command);
     assert_eq!(listener.line(), LISTENING);
     let mut settings = env.settings.clone();
     settings.sweep.grace = Duration::ZERO;
@@ -167,12 +199,12 @@ async fn handle_each_event_once(env: Arc<TestEnv>, broker: Arc<Private>, mut com
 
 #[test]
 fn python_listener_handles_each_event_once() {
-    check("python_listener_handles_each_event_once", python);
+    check("python_listener_handles_each_event_once", python_listener);
 }
 
 #[test]
 fn node_listener_handles_each_event_once() {
-    check("node_listener_handles_each_event_once", node);
+    check("node_listener_handles_each_event_once", node_listener);
 }
 
 #[test]

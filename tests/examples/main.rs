@@ -4,6 +4,7 @@
 //! A test program of its own: what it compiles would slow down other tests that run beside it.
 
 mod listeners;
+mod packages;
 mod payments;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

@@ -9,7 +9,7 @@ use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::skip::skipped;
 use secrecy::ExposeSecret;
 
-use crate::listeners::{Listener, python_with};
+use crate::listeners::{Listener, python};
 use crate::root;
 
 /// Signs as docs.stripe.com/webhooks says.
@@ -35,7 +35,7 @@ fn call(port: &str, secret: &str, body: &str) -> String {
 
 #[test]
 fn python_callback_reports_payment_once() {
-    let mut command: Command = match python_with("psycopg", "psycopg[binary]") {
+    let mut command: Command = match python() {
         Ok(command) => command,
         Err(why) => return skipped("payments::python_callback_reports_payment_once", &why),
     };
