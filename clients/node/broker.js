@@ -102,7 +102,7 @@ export class Publisher {
     return new Promise((resolve, reject) => {
       channel.publish(this.#exchange, "", body, properties, (error) => {
         if (error) reject(channel.failure ?? error);
-        else if (channel.returned.has(properties.messageId)) reject(new Error(RETURNED));
+        else if (channel.returned.delete(properties.messageId)) reject(new Error(RETURNED));
         else resolve();
       });
     });

@@ -111,12 +111,17 @@ export async function paymentReceived(
 }
 
 export async function firstDelivery(db, eventId) {
-  const text =
-    "INSERT INTO handled_events (id) VALUES ($1::text::uuid) ON CONFLICT DO NOTHING RETURNING true AS is_first";
-  const rows = await run(db, text, [eventId], `event ${JSON.stringify(eventId)} is not marked as handled`, {
+  const failed = `event ${JSON.stringify(eventId)} is not marked as handled`;
+  const fixes = {
     "42P01": "run `CREATE TABLE handled_events (id uuid PRIMARY KEY, handled_at timestamptz DEFAULT now())`",
     42501: "grant this user INSERT and SELECT on handled_events",
     "22P02": "the message id of an event is a UUID",
-  });
-  return rows.length > 0;
+    // no_active_sql_transaction
+    "25P01": "begin a transaction first, whose rollback takes the mark back if the event is not handled",
+  };
+  // The database refuses it outside a transaction, where a failed handler would leave the event marked and lost.
+  await run(db, "LOCK TABLE handled_events IN ACCESS SHARE MODE", [], failed, fixes);
+  const text =
+    "INSERT INTO handled_events (id) VALUES ($1::text::uuid) ON CONFLICT DO NOTHING RETURNING true AS is_first";
+  return (await run(db, text, [eventId], failed, fixes)).length > 0;
 }

@@ -3,7 +3,9 @@
 // `cargo test --test examples node_package` starts them, and installs the drivers. FIXTURES is the folder of the wire's vectors.
 import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
+import { once } from "node:events";
 import { readFileSync } from "node:fs";
+import { createServer } from "node:net";
 import { after as afterAll, before, beforeEach, describe, test } from "node:test";
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -111,6 +113,8 @@ describe("the package", () => {
     await client.query(
       "CREATE TABLE IF NOT EXISTS handled_events (id uuid PRIMARY KEY, handled_at timestamptz NOT NULL DEFAULT now())",
     );
+    const unsafe = firstDelivery(client, randomUUID());
+    await refused(unsafe, "is not marked as handled: begin a transaction first");
     const handle = async (event) => {
       const own = await pool.connect();
       try {
@@ -301,6 +305,11 @@ describe("the package", () => {
     const [deadline, id] = [after(1), await order(after(1))];
     await publisher.schedule(id, deadline);
     await waitFor(async () => (await statusOf(id)) === "closed");
+    const silent = createServer().listen(0, "127.0.0.1");
+    await once(silent, "listening");
+    const unanswered = new Publisher(`amqp://127.0.0.1:${silent.address().port}`);
+    await refused(unanswered.schedule("1", deadline), "is not scheduled", "repeat it");
+    silent.close();
     const away = new Publisher("amqp://127.0.0.1:1");
     await refused(away.schedule("1", deadline), "ECONNREFUSED", "repeat it when the broker can be reached");
     await refused(new Publisher("amqp://guest:wrong@127.0.0.1").schedule("1", deadline), "is not scheduled");

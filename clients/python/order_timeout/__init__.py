@@ -51,7 +51,9 @@ def first_delivery(connection: Any, event_id: str) -> bool:
 
     Waits for a session that handles the same event now. Raises `OrderTimeoutError`.
     """
-    return _run(connection, _calls.first_delivery(event_id))
+    require_transaction, mark = _calls.first_delivery(event_id)
+    _run(connection, require_transaction)
+    return _run(connection, mark)
 
 
 def _driver(connection: Any, is_async: bool) -> str:

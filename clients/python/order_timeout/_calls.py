@@ -193,15 +193,16 @@ def payment_received(
     )
 
 
-def first_delivery(event_id: str) -> Call[bool]:
-    return Call(
-        "INSERT INTO handled_events (id) VALUES ($1::text::uuid) ON CONFLICT DO NOTHING RETURNING true",
-        (event_id,),
-        bool,
-        f"event {event_id!r} is not marked as handled",
-        {
-            "42P01": "run `CREATE TABLE handled_events (id uuid PRIMARY KEY, handled_at timestamptz DEFAULT now())`",
-            "42501": "grant this user INSERT and SELECT on handled_events",
-            "22P02": "the message id of an event is a UUID",
-        },
-    )
+def first_delivery(event_id: str) -> Tuple[Call[None], Call[bool]]:
+    failed = f"event {event_id!r} is not marked as handled"
+    fixes = {
+        "42P01": "run `CREATE TABLE handled_events (id uuid PRIMARY KEY, handled_at timestamptz DEFAULT now())`",
+        "42501": "grant this user INSERT and SELECT on handled_events",
+        "22P02": "the message id of an event is a UUID",
+        # no_active_sql_transaction
+        "25P01": "begin a transaction first, whose rollback takes the mark back if the event is not handled",
+    }
+    # The database refuses it outside a transaction, where a failed handler would leave the event marked and lost.
+    require_transaction = "LOCK TABLE handled_events IN ACCESS SHARE MODE"
+    mark = "INSERT INTO handled_events (id) VALUES ($1::text::uuid) ON CONFLICT DO NOTHING RETURNING true"
+    return Call(require_transaction, (), lambda rows: None, failed, fixes), Call(mark, (event_id,), bool, failed, fixes)

@@ -32,7 +32,9 @@ async def payment_received(
 
 async def first_delivery(connection: Any, event_id: str) -> bool:
     """As `order_timeout.first_delivery`."""
-    return await _run(connection, _calls.first_delivery(event_id))
+    require_transaction, mark = _calls.first_delivery(event_id)
+    await _run(connection, require_transaction)
+    return await _run(connection, mark)
 
 
 async def _run(connection: Any, call: Call[Answer]) -> Answer:

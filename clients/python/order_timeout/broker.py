@@ -104,9 +104,8 @@ class _Confirming:
     def close(self) -> None:
         # It is not needed again, so its errors are ignored.
         with suppress(Exception):
-            if not self._connection.is_closed:
-                self._connection.close()
-                self._wait()
+            self._connection.close()
+            self._wait()
         self._connection.ioloop.close()
 
 
@@ -179,10 +178,6 @@ class Event:
     #: The W3C trace context of the order's alarm, if it had one.
     traceparent: Optional[str] = None
 
-    @property
-    def order_id(self) -> str:
-        return str(self.body["order_id"])
-
     def time(self, field: str) -> datetime:
         """A field such as `closed_at` as a time."""
         # Before Python 3.11 `fromisoformat` reads three or six digits of a second, and no Z.
@@ -210,7 +205,8 @@ def listen(
 
     `queue` is this service's own; it is declared, and bound with the routing keys. An event is acknowledged after `handle` has
     returned. If it raises, the event is tried again after a second and more, while others are handled. To handle each event
-    once, call `order_timeout.first_delivery` in the transaction that handles it.
+    once, call `order_timeout.first_delivery` in the transaction that handles it. A handler takes less than a minute, or the
+    broker misses the heartbeats.
     """
     stop, routing_keys = stop or threading.Event(), list(routing_keys)
     parameters = pika.URLParameters(url) if isinstance(url, str) else url

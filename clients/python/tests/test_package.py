@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import unittest
@@ -77,6 +78,13 @@ class Listening(logging.Handler):
 
 
 class PackageTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        with psycopg.connect(DATABASE) as connection:
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS handled_events (id uuid PRIMARY KEY, handled_at timestamptz DEFAULT now())"
+            )
+
     def setUp(self):
         self.connection = psycopg.connect(DATABASE, autocommit=True, row_factory=dict_row)
         self.addCleanup(self.connection.close)
@@ -121,9 +129,9 @@ class PackageTest(unittest.TestCase):
 
     def test_transaction_schedules_and_event_is_heard_once(self):
         tried, heard = [], []
-        self.connection.execute(
-            "CREATE TABLE IF NOT EXISTS handled_events (id uuid PRIMARY KEY, handled_at timestamptz NOT NULL DEFAULT now())"
-        )
+
+        with self.refused("is not marked as handled: begin a transaction first"):
+            order_timeout.first_delivery(self.connection, str(uuid.uuid4()))
 
         def handle(event):
             with psycopg.connect(DATABASE) as connection:
@@ -145,7 +153,7 @@ class PackageTest(unittest.TestCase):
                 raise psycopg.Rollback
             self.assertEqual(self.alarms("rolled back"), [])
             self.assertEqual(self.alarms(order_id), [(deadline, "order", TRACE)])
-            of_order = lambda: [event for event in heard if event.order_id == str(order_id)]
+            of_order = lambda: [event for event in heard if event.body["order_id"] == str(order_id)]
             # One whose transaction is rolled back, and the one that counts.
             wait_for(lambda: len(of_order()) == 2)
             event = of_order()[1]
@@ -178,6 +186,8 @@ class PackageTest(unittest.TestCase):
             connection = await asyncpg.connect(DATABASE)
             async with connection.transaction():
                 answers = await run_async(connection, order_id)
+                event_id = str(uuid.uuid4())
+                self.assertEqual([await aio.first_delivery(connection, event_id) for _ in range(2)], [True, False])
             await connection.close()
             return answers
 
@@ -314,6 +324,9 @@ class PackageTest(unittest.TestCase):
         order_id = self.order(deadline)
         publisher.schedule(order_id, deadline)
         wait_for(lambda: self.status(order_id) == "closed")
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            with self.refused("no answer within 5 s", "repeat it"):
+                Publisher(pika.ConnectionParameters(*silent.getsockname())).schedule(order_id, after(1))
         away = pika.ConnectionParameters("127.0.0.1", 1)
         with self.refused("127.0.0.1:1 ended the attempt (", "repeat it"):
             Publisher(away).schedule(order_id, after(1))
@@ -358,7 +371,7 @@ class PackageTest(unittest.TestCase):
                 with self.refused("run `order-timeout setup`", "search_path"):
                     call()
                 elsewhere.rollback()
-            with self.refused("run `CREATE TABLE handled_events"):
+            with self.refused("is not marked as handled", "run `CREATE TABLE handled_events"):
                 order_timeout.first_delivery(elsewhere, str(uuid.uuid4()))
             with self.refused("roll it back first"):
                 order_timeout.schedule(elsewhere, "7", deadline)

@@ -25,7 +25,7 @@ def handle(event):
         if not first_delivery(connection, event.id):
             return
         # Your code. What raises an exception here is tried again.
-        print("closed: order", event.order_id, "by", event.body["closed_by"], flush=True)
+        print("closed: order", event.body["order_id"], "by", event.body["closed_by"], flush=True)
     wanted -= 1
     if wanted == 0:
         stop.set()
