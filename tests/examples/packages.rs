@@ -20,7 +20,14 @@ fn packages_have_the_deadline_statement() {
     }
 }
 
-fn passes_its_tests(mut command: Command) {
+/// As `timeout` reads it. The tests take ten seconds.
+const LIMIT: &str = "180";
+
+fn passes_its_tests(tests: Command) {
+    let mut command = Command::new("timeout");
+    command.arg(LIMIT).arg(tests.get_program()).args(tests.get_args());
+    command.envs(tests.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.current_dir(tests.get_current_dir().unwrap_or(root()));
     TestEnv::builder().run(async move |env| {
         let mut settings = env.settings.clone();
         settings.sweep.grace = Duration::ZERO;

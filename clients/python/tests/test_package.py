@@ -54,9 +54,8 @@ class Listening(logging.Handler):
     def __init__(self, queue, handle, **options):
         super().__init__()
         self.begun, self.stop, self.said = threading.Event(), threading.Event(), f"listening: {queue}"
-        self.thread = threading.Thread(
-            target=listen, args=(BROKER, queue, handle), kwargs={"stop": self.stop, **options}
-        )
+        options["stop"] = self.stop
+        self.thread = threading.Thread(target=listen, args=(BROKER, queue, handle), kwargs=options, daemon=True)
 
     def emit(self, record):
         if record.getMessage() == self.said:
