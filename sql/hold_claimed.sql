@@ -7,7 +7,7 @@
 --
 --   order_id text, claimed_by text: the claims whose lease this worker still has
 --
--- The first statement of a transaction that closes the orders (sql/close.sql) and ends their claims (the function end_claims).
+-- The first statement of a transaction that closes the orders (the close statement) and ends their claims (the function end_claims).
 -- It waits for no order's row, and the close skips those that are locked: so a payment, which locks the order, then its claim
 -- and then its attempt, cannot deadlock with it.
 WITH held AS MATERIALIZED (

@@ -23,7 +23,8 @@ moment AS MATERIALIZED (
     SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM found) >= 0
 ),
 wanted AS MATERIALIZED (
-    -- Uses the status and the deadline that were read with the row lock, as sql/deadline.sql does.
+    -- Uses the status and the deadline that were read with the row lock: those at the statement's
+    -- beginning may be others.
     SELECT f.id, f.expires_at AS before,
            coalesce($2::timestamptz, f.expires_at + make_interval(secs => $3::float8)) AS deadline
     FROM found f

@@ -106,7 +106,7 @@ finished AS (
     RETURNING 1
 ),
 consumed AS MATERIALIZED (
-    -- Last, after all other writes, as in sql/close.sql.
+    -- Last, after all other writes, as in the close statement.
     SELECT consume_for_orders($1::text, ARRAY(SELECT s.order_id FROM settled s WHERE s.outcome = 'settled'))
     WHERE (SELECT count(*) FROM refunds) + (SELECT count(*) FROM finished) >= 0
 )

@@ -18,7 +18,6 @@ const FIXES = {
   ...{ "57P01": RESTARTING, "57P02": RESTARTING, "57P03": RESTARTING },
   25006: "this is a standby; connect to the primary",
   "25P02": "an earlier statement of this transaction has failed; roll it back first",
-  "22P02": "give the id as the orders table has it, a UUID",
   23514: "choose a deadline before the year 9999, and a kind of a-z, 0-9 and _",
 };
 // What was given is refused: invalid_parameter_value, unique_violation, invalid_text_representation, check_violation.
@@ -72,11 +71,11 @@ export async function schedule(db, orderId, deadline, { kind = "order", tracepar
 const file = readFileSync(new URL("./deadline.sql", import.meta.url), "utf8");
 const changes = file.slice(file.indexOf("WITH "), file.lastIndexOf("\nSELECT "));
 const MOVE = `${changes.replace("$2::timestamptz", "$2::text::timestamptz")}
-SELECT CASE WHEN m.expires_at IS NULL THEN 'unchanged'
-            WHEN m.expires_at < coalesce(f.expires_at, 'infinity') THEN 'earlier' ELSE 'later' END AS outcome,
-       f.status::text AS status,
-       to_char(coalesce(m.expires_at, f.expires_at) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"') AS deadline
-FROM found f LEFT JOIN moved m ON true`;
+SELECT CASE WHEN m.deadline IS NULL THEN 'unchanged'
+            WHEN m.deadline < coalesce(d.deadline, 'infinity') THEN 'earlier' ELSE 'later' END AS outcome,
+       d.status,
+       to_char(coalesce(m.deadline, d.deadline) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"') AS deadline
+FROM ot_decided d LEFT JOIN ot_moved m ON true`;
 
 export async function moveDeadline(db, orderId, deadline) {
   const values = [checkedId(orderId), checkedDeadline(deadline)];

@@ -1,7 +1,7 @@
 -- Which of these orders have an attempt that may bring money, and the provider of the newest one: such an order is never
 -- closed without an answer of its provider, whatever the settings of the worker are that finds it due.
 --
--- VOLATILE, so that it reads with a snapshot of its own: sql/close.sql calls it after it has locked the orders, and an attempt
+-- VOLATILE, so that it reads with a snapshot of its own: the close statement calls it after it has locked the orders, and an attempt
 -- that was begun under the lock of the order's row is then visible. A shop without attempts pays for one look at an empty
 -- index.
 CREATE OR REPLACE FUNCTION orders_to_ask_about(order_ids text[], of_kind text DEFAULT 'order')

@@ -120,13 +120,13 @@ impl To {
 /// # Errors
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if !settings.has_default_orders(&args.of.kind) && args.which.condition.is_some() {
+    if !settings.has_built_in_table(&args.of.kind) && args.which.condition.is_some() {
         return Err(UsageError::of(
             "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself",
         ));
     }
     if matches!(args.to.r#in, Some(Offset::Later(_) | Offset::Earlier(_)))
-        && !settings.has_default_orders(&args.of.kind)
+        && !settings.has_built_in_table(&args.of.kind)
     {
         return Err(UsageError::of(
             "--in with a sign is for the default orders table; write the time from now, such as --in 30m",
@@ -176,7 +176,7 @@ async fn move_one(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<Co
     let order_id = OrderId::new(args.which.id.as_deref().unwrap_or_default()).map_err(MoveDeadlineError::from)?;
     let (database, kind) = (connect(settings, 1).await?, &args.of.kind);
     let mut mapped = None;
-    if !settings.has_default_orders(kind) {
+    if !settings.has_built_in_table(kind) {
         mapped = match orders_statements::statements(&database, settings, kind).await?.deadline {
             DeadlineStatement::Sql(sql) => Some(sql),
             DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),

@@ -82,7 +82,7 @@ struct How {
 /// If the database cannot be used. Exit code 1 also if something could not be settled.
 pub async fn run(command: LateCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
     if let LateCommand::Settle(SettleArgs { how: How { reopen: true, .. }, .. }) = &command
-        && !settings.has_default_orders(&Kind::ORDER)
+        && !settings.has_built_in_table(&Kind::ORDER)
     {
         return Err(UsageError::of(
             "only orders of the default table can be reopened, and the settings name another: what your order needs to be open again is not known here; settle the payment with --refund-due, or reopen the order yourself",

@@ -46,7 +46,7 @@ impl<'a> ScheduleCheck<'a> {
     /// # Errors
     /// One sentence.
     pub async fn of(order_id: &'a OrderId, kind: &Kind, settings: &'a Settings) -> anyhow::Result<Self> {
-        let is_default = settings.has_default_orders(kind);
+        let is_default = settings.has_built_in_table(kind);
         if is_default && !is_uuid(order_id.as_str()) {
             return Err(UsageError::of(format!(
                 "not scheduled: {:?} is no UUID, which the ids of the table orders are; correct it, or name your own table in the settings (kinds.order.table or orders.close_sql) here as well",

@@ -12,7 +12,7 @@ use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 
 use super::{Settings, SettingsError};
-use crate::mapping::{KindWords, predicate};
+use crate::mapping::{KindWords, default_tables, predicate};
 
 /// Connections besides the closers': sweep, parking, the brake's count of what falls due, the outboxes and their lock, and
 /// four for inspections (of the catalog, of the plans, of the broker, and the registration), so that no task waits for another.
@@ -64,8 +64,6 @@ const SHORTEST_REMIND: Duration = Duration::from_secs(1);
 /// Where the orders of a kind are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrdersOf<'a> {
-    /// In the default tables, which only the default kind has.
-    DefaultTables,
     /// Wherever the statements in these files find them.
     Statements {
         /// The file of the close statement.
@@ -73,7 +71,7 @@ pub enum OrdersOf<'a> {
         /// The file of the overdue statement.
         overdue_sql: &'a str,
     },
-    /// In a mapped table.
+    /// In a mapped table: the default one, which only the default kind has, or one of the shop's own.
     Table(&'a TableSettings),
     /// Known to the embedding program only.
     Handler,
@@ -132,29 +130,29 @@ impl Settings {
         };
         match close_sql.is_empty() {
             false => Some(OrdersOf::Statements { close_sql, overdue_sql }),
-            true => kind.is_default().then_some(OrdersOf::DefaultTables),
+            true => kind.is_default().then(|| OrdersOf::Table(default_tables::table())),
         }
     }
 
-    /// The mapping of this kind's table, if it has one.
+    /// The mapping of this kind's table, if it has one of the shop's own.
     #[must_use]
     pub fn table_of(&self, kind: &Kind) -> Option<&TableSettings> {
         match self.orders_of(kind) {
-            Some(OrdersOf::Table(table)) => Some(table),
+            Some(OrdersOf::Table(table)) if !table.is_built_in => Some(table),
             _ => None,
         }
     }
 
-    /// Whether the orders of this kind are in the default tables.
+    /// Whether this kind has the built-in mapping: its orders are in the default tables.
     #[must_use]
-    pub fn has_default_orders(&self, kind: &Kind) -> bool {
-        self.orders_of(kind) == Some(OrdersOf::DefaultTables)
+    pub fn has_built_in_table(&self, kind: &Kind) -> bool {
+        matches!(self.orders_of(kind), Some(OrdersOf::Table(table)) if table.is_built_in)
     }
 
     /// Whether orders of this kind are claimed, so that their providers are asked before they are closed.
     #[must_use]
     pub fn claims_orders(&self, kind: &Kind) -> bool {
-        self.has_default_orders(kind) || self.table_of(kind).is_some_and(|table| table.pay.is_some())
+        matches!(self.orders_of(kind), Some(OrdersOf::Table(table)) if table.pay.is_some())
     }
 
     /// The routing key of the event of this kind's closes, and its type without the version.
@@ -233,12 +231,17 @@ impl Settings {
             return Err(("reason".into(), why));
         }
         let given = [("event", &settings.event), ("reason", &settings.reason)];
-        match (given.into_iter().find(|(_, given)| given.is_some()), self.orders_of(kind)) {
-            (Some((name, _)), Some(OrdersOf::Statements { .. } | OrdersOf::DefaultTables)) => {
-                let why = "is only for a kind with a table: your own close statement, or sql/close.sql, says which event it writes; leave it out";
+        let has_words = match self.orders_of(kind) {
+            Some(OrdersOf::Table(table)) => !table.is_built_in,
+            Some(OrdersOf::Statements { .. }) => false,
+            Some(OrdersOf::Handler) | None => true,
+        };
+        match given.into_iter().find(|(_, given)| given.is_some() && !has_words) {
+            Some((name, _)) => {
+                let why = "is only for a kind with a table of its own: your own close statement, or that of the default tables, says which event it writes; leave it out";
                 Err((name.into(), why.into()))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -341,7 +344,7 @@ pub struct TableSettings {
     pub currency: Option<String>,
     /// How many decimal places of `amount` make the currency's smallest unit; without it, `amount` counts that unit.
     pub minor_units: Option<u8>,
-    /// What a closed order's columns are set to: a value, or `now`.
+    /// What a closed order's columns are set to: a value, `now`, or `path` for what has closed it.
     pub close: BTreeMap<String, String>,
     /// What the columns of an order are set to while its providers are asked; without it, it stays open meanwhile.
     pub closing: Option<BTreeMap<String, String>>,
@@ -356,6 +359,9 @@ pub struct TableSettings {
     /// Statements in the same transaction.
     #[serde(default)]
     pub also: Vec<AlsoSettings>,
+    /// Whether it is that of the default tables, which no file can say.
+    #[serde(skip)]
+    pub is_built_in: bool,
 }
 
 /// Stock that closed orders give back, or that paid orders consume.
@@ -417,6 +423,14 @@ pub fn key_of(kind: &Kind, name: &str) -> String {
 pub(super) type Fault = (String, String);
 
 impl TableSettings {
+    /// The tables that a close changes, as far as their names can be read.
+    #[must_use]
+    pub fn changed_by_close(&self) -> Vec<String> {
+        let stocks = self.give_back.iter().map(|given_back| given_back.stock.clone());
+        let also = self.also.iter().filter_map(|also| predicate::changed_table(&also.sql));
+        std::iter::once(self.table.clone()).chain(stocks).chain(also).collect()
+    }
+
     fn validate(&self) -> Result<(), Fault> {
         require_text("table", &self.table)?;
         require_names("id", &self.id, None)?;

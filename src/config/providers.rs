@@ -100,7 +100,6 @@ impl Settings {
             return Err(("providers".into(), why));
         }
         let why = match self.orders_of(kind) {
-            Some(OrdersOf::DefaultTables) => return Ok(()),
             Some(OrdersOf::Table(table)) if table.pay.is_some() => return Ok(()),
             Some(OrdersOf::Table(_)) => {
                 "is given, but the table's pay is not; write what a paid order's columns are set to, because a provider may say that an order is paid"

@@ -21,12 +21,8 @@ use crate::postgres::contract::{Contract, ContractStatement, StatementSource};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, DatabaseError, ErrorClass, Operator, classify, one_line};
 
-/// The close statement for our own schema.
-pub const CLOSE_SQL: &str = include_str!("../../sql/close.sql");
-
 const CONTRACT: Contract = Contract {
     setting: "orders.close_sql",
-    default: ("sql/close.sql", CLOSE_SQL),
     // A statement may omit the path and the lock mode if it does not use them.
     parameters: &[&["TEXT[]"], &["TEXT[]", "TEXT"], &["TEXT[]", "TEXT", "BOOL"], &["TEXT[]", "TEXT", "BOOL", "BOOL"]],
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("outcome", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
@@ -47,7 +43,7 @@ pub struct Closer {
 }
 
 impl Closer {
-    /// Prepares the close statement (a text names its file; empty means ours) and checks it against the contract.
+    /// Prepares the close statement (a text names its file) and checks it against the contract.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.

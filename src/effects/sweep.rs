@@ -18,7 +18,6 @@ use crate::postgres::{Database, DatabaseError};
 
 const CONTRACT: Contract = Contract {
     setting: "orders.overdue_sql",
-    default: ("sql/overdue.sql", include_str!("../../sql/overdue.sql")),
     parameters: &[&["FLOAT8", "TIMESTAMPTZ", "TEXT", "INT8"]],
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
 };
@@ -32,7 +31,7 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// Prepares the statement (a text names its file; empty means ours) and checks it against the contract.
+    /// Prepares the statement (a text names its file) and checks it against the contract.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.

@@ -7,39 +7,69 @@ use std::sync::LazyLock;
 use config::{Config, File, FileFormat};
 use order_timeout_core::kind::Kind;
 
-use super::{ColumnType, Facts, KindWords, Questions, Relation, RelationKind, render};
+use super::{ColumnType, Facts, KindWords, Relation, RelationKind, Rendered, render};
 use crate::config::kinds::TableSettings;
 
 const MAPPING: &str = include_str!("default_tables.toml");
 
-/// Columns that the questions name: name, type in `pg_type`, type as SQL casts to it.
+/// Columns that the statements name: name, type in `pg_type`, type as SQL casts to it.
 type Columns = &'static [(&'static str, &'static str, &'static str)];
 
-const ORDERS: Columns = &[("id", "uuid", "uuid"), ("expires_at", "timestamptz", "timestamp with time zone")];
+const ORDERS: Columns = &[
+    ("id", "uuid", "uuid"),
+    ("status", "order_status", "order_status"),
+    ("expires_at", "timestamptz", "timestamp with time zone"),
+    ("paid_at", "timestamptz", "timestamp with time zone"),
+    ("closed_at", "timestamptz", "timestamp with time zone"),
+    ("closed_by", "text", "text"),
+    ("close_reason", "text", "text"),
+];
 const ORDER_ITEMS: Columns = &[("order_id", "uuid", "uuid"), ("article_id", "text", "text")];
+const STOCK: Columns =
+    &[("article_id", "text", "text"), ("available", "int8", "bigint"), ("reserved", "int8", "bigint")];
+const ORDER_RESOURCES: Columns =
+    &[("order_id", "uuid", "uuid"), ("kind", "text", "text"), ("resource_id", "text", "text")];
+const RESERVED_RESOURCES: Columns = &[
+    ("kind", "text", "text"),
+    ("id", "text", "text"),
+    ("available", "int8", "bigint"),
+    ("reserved", "int8", "bigint"),
+];
 
-static QUESTIONS: LazyLock<Questions> = LazyLock::new(|| {
+static RENDERED: LazyLock<Rendered> = LazyLock::new(|| {
     let words = KindWords { kind: Kind::ORDER, event: "order.closed".into(), reason: "unpaid".into() };
-    render::questions(&words, &mapping(), &facts()).expect("a test renders it")
+    render(&words, table(), &facts()).expect("a test renders it")
 });
 
-/// What operators ask about the default tables.
+/// The statements of the default tables.
 #[must_use]
-pub fn questions() -> &'static Questions {
-    &QUESTIONS
+pub fn rendered() -> &'static Rendered {
+    &RENDERED
 }
 
-fn mapping() -> TableSettings {
+static TABLE: LazyLock<TableSettings> = LazyLock::new(|| {
     let read = Config::builder().add_source(File::from_str(MAPPING, FileFormat::Toml)).build();
-    read.and_then(Config::try_deserialize).expect("a test reads it")
+    let table: TableSettings = read.and_then(Config::try_deserialize).expect("a test reads it");
+    TableSettings { is_built_in: true, ..table }
+});
+
+/// The mapping.
+#[must_use]
+pub fn table() -> &'static TableSettings {
+    &TABLE
 }
 
 fn facts() -> Facts {
     Facts {
         orders: relation("orders", ORDERS),
         deadline_type: "TIMESTAMPTZ".into(),
-        give_back: vec![(relation("order_items", ORDER_ITEMS), relation("stock", &[]))],
+        give_back: vec![
+            (relation("order_items", ORDER_ITEMS), relation("stock", STOCK)),
+            (relation("order_resources", ORDER_RESOURCES), relation("reserved_resources", RESERVED_RESOURCES)),
+        ],
         consume: Vec::new(),
+        status: Some("status"),
+        counted: Some("received_minor"),
         money_fault: None,
     }
 }

@@ -1,6 +1,6 @@
-//! A mapping instead of SQL: the statements of the orders contract for a table of the shop's own, rendered from
-//! settings and from what the catalog says of the table; what operators ask of it, and of the default tables; and the
-//! functions by which payments pay its orders.
+//! A mapping instead of SQL: the statements of the orders contract for the default tables and for a table of the shop's own,
+//! rendered from settings and from what the catalog says of the table; what operators ask of it; and the functions by which
+//! payments pay the orders of the latter.
 //!
 //! Pure: no I/O. `render.rs` writes the statements, `ids.rs` their ids, `quote.rs` names and values; `predicate.rs`
 //! reads the operator's SQL as far as that is necessary. `src/postgres/catalog.rs` finds the facts.
@@ -114,6 +114,10 @@ pub struct Facts {
     pub give_back: Vec<(Relation, Relation)>,
     /// For each `consume`, likewise.
     pub consume: Vec<(Relation, Relation)>,
+    /// The column whose word is an order's status, which only the default table has.
+    pub status: Option<&'static str>,
+    /// The column that counts what payments have paid of an order, which only the default table has; NULL if nothing.
+    pub counted: Option<&'static str>,
     /// Why `amount` or `currency` cannot be used: no close needs them, so a worker closes without.
     pub money_fault: Option<MappingError>,
 }

@@ -88,6 +88,19 @@ pub fn has_subquery(expression: &str) -> bool {
     bare(expression).is_some_and(|bare| ["select", "values", "table"].iter().any(|word| has_word(&bare, word)))
 }
 
+/// Whether both conditions compare one column with a value, and these values differ.
+#[must_use]
+pub fn exclude_each_other(one: &str, other: &str) -> bool {
+    let parts = |condition: &str| {
+        let (column, value) = condition.split_once('=')?;
+        let (column, value) = (column.trim(), value.trim());
+        let literal = value.strip_prefix('\'')?.strip_suffix('\'')?;
+        (column.chars().all(is_word) && literal.chars().all(is_word))
+            .then(|| (column.to_lowercase(), literal.to_lowercase()))
+    };
+    parts(one).zip(parts(other)).is_some_and(|(one, other)| one.0 == other.0 && one.1 != other.1)
+}
+
 /// The names of the functions that an expression calls, with their schemas where they are written. A quoted name of
 /// other characters than letters, digits and `_` is not found.
 #[must_use]
@@ -227,6 +240,15 @@ mod tests {
             assert!(why_not_one_statement(wrong).is_some(), "{wrong}");
         }
         assert_eq!(why_not_one_statement("DELETE FROM c WHERE o IN (SELECT id FROM closed);"), None);
+    }
+
+    #[test]
+    fn values_of_one_column_exclude_each_other() {
+        assert!(exclude_each_other("status = 'unpaid'", "Status='paid'"));
+        for paid in ["status = 'Unpaid'", "state = 'paid'", "status = 'paid' OR is_paid", "status <> 'unpaid'", "true"]
+        {
+            assert!(!exclude_each_other("status = 'unpaid'", paid), "{paid}");
+        }
     }
 
     #[test]

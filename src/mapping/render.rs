@@ -1,8 +1,7 @@
 //! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`. What operators ask
 //! about it is in `render/questions.rs`, and how payments pay its orders in `render/functions.rs`.
 //!
-//! Pure. The statements take the same care as `sql/close.sql`, `sql/overdue.sql` and `sql/deadline.sql`, which explain
-//! each step. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
+//! Pure. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
 
 mod functions;
 mod questions;
@@ -11,8 +10,8 @@ use super::quote::{literal, name};
 use std::collections::BTreeMap;
 
 use super::{
-    AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, TableSettings,
-    deadline_column, ids, predicate,
+    AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, RelationKind,
+    TableSettings, deadline_column, ids, predicate,
 };
 use crate::config::kinds::GiveBackSettings;
 
@@ -22,11 +21,12 @@ pub use questions::Questions;
 /// The statements for a mapped table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
-    /// As `sql/close.sql`.
+    /// Closes the requested orders that are open and due, and returns for each order what it found (docs/OWN-SQL.md). An order
+    /// with an attempt to pay that may bring money is claimed instead. One statement is one transaction.
     pub close: String,
-    /// As `sql/overdue.sql`.
+    /// The next overdue orders, in the order (deadline, id).
     pub overdue: String,
-    /// As `sql/deadline.sql`; `None` if the deadline is an expression, which cannot be moved.
+    /// Changes the deadline of an open order; `None` if the deadline is an expression, which cannot be moved.
     pub deadline: Option<String>,
     /// The statement that creates the index for `overdue`.
     pub index: String,
@@ -57,6 +57,11 @@ pub fn questions(words: &KindWords, table: &TableSettings, facts: &Facts) -> Res
 
 /// The types of times without a zone, by their names in `pg_type`.
 const ZONELESS: [&str; 3] = ["timestamp", "date", "time"];
+
+/// A value that `close`, `closing` and `pay` may write: the moment of the change.
+const NOW: &str = "now";
+/// A value that `close` may write: the path that closes the order, as its event says.
+const PATH: &str = "path";
 
 /// Part of the error with which the close refuses to leave an order open.
 pub const LEAVES_OPEN: &str = "leaves the order open";
@@ -142,6 +147,19 @@ impl<'a> Parts<'a> {
         format!("CASE WHEN {deadline} >= {FIRST_DEADLINE} AND {deadline} < {AFTER_LAST_DEADLINE} THEN {deadline} END")
     }
 
+    /// The word for what the row says: `paid`, `closing`, `unpaid` or `closed`, and any other that the default table has.
+    fn status(&self) -> String {
+        if let Some(column) = self.facts.status {
+            return format!("{}.{}::text", self.alias(), name(column));
+        }
+        let closing = match self.table.closing {
+            Some(_) => format!(" WHEN {} THEN 'closing'", self.is_closing()),
+            None => String::new(),
+        };
+        let (paid, open) = (ended(&self.table.paid), ended(&self.table.open));
+        format!("CASE WHEN ({paid}) THEN 'paid'{closing} WHEN ({open}) THEN 'unpaid' ELSE 'closed' END")
+    }
+
     fn zone(&self) -> Option<String> {
         self.table.time_zone.as_deref().map(literal)
     }
@@ -158,6 +176,9 @@ impl<'a> Parts<'a> {
                     self.with_parts("SELECT DISTINCT unnest($1::text[]) AS text_id")
                 ),
             ),
+            // Orders that are there but not in the next step are held by another session. This comes first, so that an unknown
+            // id costs one lookup. By the id and nothing else: with a condition on the status the planner may scan the
+            // deadline index, which costs sixty times as much on a table that was never analysed.
             step(
                 "ot_there AS MATERIALIZED",
                 &format!(
@@ -166,26 +187,23 @@ impl<'a> Parts<'a> {
                     among(&self.id_columns("o"), "ot_asked", "k")
                 ),
             ),
-            step(
-                "ot_locked AS MATERIALIZED",
-                &format!(
-                    "SELECT o.* FROM {orders} AS o\n    WHERE {}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF o SKIP LOCKED",
-                    among(&self.id_columns("o"), "ot_there", "k"),
-                    self.id_columns("o").join(", ")
-                ),
-            ),
-            // Behind the lock: a row that another session has changed meanwhile is read as it is now.
+            // In id order, so that two workers cannot deadlock. NO KEY, so that a foreign key's share lock does not conflict.
+            // SKIP LOCKED, so that the close does not wait for a payment in flight. The conditions are outside, so that they
+            // are evaluated behind the lock: a row that another session has changed meanwhile is read as it is now.
             step(
                 "ot_decided AS MATERIALIZED",
                 &format!(
-                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}\n    FROM ot_locked AS {alias}",
+                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}\n    FROM (\n        SELECT o.* FROM {orders} AS o\n        WHERE {}\n        ORDER BY {}\n        FOR NO KEY UPDATE OF o SKIP LOCKED\n    ) AS {alias}",
                     self.id_as_keys(&alias),
                     self.usable_deadline(),
                     ended(&self.table.open),
                     ended(&self.table.paid),
-                    self.claimable_columns()
+                    self.claimable_columns(),
+                    among(&self.id_columns("o"), "ot_there", "k"),
+                    self.id_columns("o").join(", ")
                 ),
             ),
+            // One time for all orders. clock_timestamp(), not now(): the transaction may have begun before the deadline.
             step(
                 "ot_moment AS MATERIALIZED",
                 "SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM ot_decided) >= 0",
@@ -193,32 +211,19 @@ impl<'a> Parts<'a> {
         ];
         steps.extend(self.due_steps()?);
         let mut without_stock = Vec::new();
-        for (index, _) in self.table.give_back.iter().enumerate() {
-            steps.extend(self.stock_to_lock(index)?);
-            let (items, number) = (format!("ot_items_{}", index + 1), index + 1);
-            let stock_keys = numbered("i.s", self.table.give_back[index].key.0.len());
-            without_stock.push(format!(
-                "SELECT {} FROM {items} i\n    WHERE NOT $3::boolean AND {} AND NOT {}",
-                self.keys("i.k"),
-                among_rows(&stock_keys, &format!("ot_stock_there_{number}"), "s"),
-                among_rows(&stock_keys, &format!("ot_stock_free_{number}"), "s")
-            ));
+        for index in 0..self.table.give_back.len() {
+            let (locks, busy) = self.stock_to_lock(index)?;
+            steps.extend(locks);
+            without_stock.push(busy);
         }
-        let to_close = if without_stock.is_empty() {
-            "ot_due"
-        } else {
+        let is_without_stock = |prefix: &str| among_rows(&numbered(prefix, count), "ot_without_stock", "k");
+        let (mut has_stock, mut busy_by_stock) = (String::new(), String::new());
+        if !without_stock.is_empty() {
             steps.push(step("ot_without_stock AS MATERIALIZED", &without_stock.join("\n    UNION\n    ")));
-            steps.push(step(
-                "ot_to_close AS MATERIALIZED",
-                &format!(
-                    "SELECT {} FROM ot_due d WHERE NOT {}",
-                    self.keys("d.k"),
-                    among_rows(&numbered("d.k", count), "ot_without_stock", "k")
-                ),
-            ));
-            "ot_to_close"
-        };
-        steps.push(step("closed", &self.close_update(to_close)?));
+            has_stock = format!(" WHERE NOT {}", is_without_stock("t.k"));
+            busy_by_stock = format!("\n           WHEN {} THEN 'busy'", is_without_stock("a.k"));
+        }
+        steps.push(step("closed", &self.close_update(&has_stock)?));
         let is_closed = |prefix: &str| {
             let ids: Vec<String> = self.id.iter().map(|(column, _)| format!("c.{column}")).collect();
             format!("({}) IN (SELECT {} FROM closed c)", numbered(prefix, count).join(", "), ids.join(", "))
@@ -229,50 +234,57 @@ impl<'a> Parts<'a> {
             steps.push(also_step(number, &also.sql));
             written.push(format!("(SELECT count(*) FROM ot_also_{number})"));
         }
-        steps.push(step("ot_written AS MATERIALIZED", &format!("SELECT {} AS rows", written.join(" + "))));
-        let mut last = "(SELECT w.rows FROM ot_written w)".to_owned();
-        for index in 0..self.table.give_back.len() {
-            steps.push(self.give_back(index, &is_closed("i.k"), &last)?);
-            last = format!("(SELECT count(*) FROM ot_given_{})", index + 1);
-        }
-        let (claims, claim_outcomes) = self.claim_steps(&is_closed("d.k"))?;
+        let (claims, claim_outcomes) = self.claim_steps()?;
         steps.extend(claims);
-        if self.claims() {
-            last = format!("(SELECT count(*) FROM ot_parts) + {last}");
+        if let Some(parts) = self.parts_step(&is_closed("d.k")) {
+            steps.push(parts);
+            written.extend(["(SELECT count(*) FROM ot_claim)", "(SELECT count(*) FROM ot_parts)"].map(str::to_owned));
         }
-        let busy_by_stock = if without_stock.is_empty() {
-            String::new()
-        } else {
-            format!("\n           WHEN {} THEN 'busy'", among_rows(&numbered("a.k", count), "ot_without_stock", "k"))
-        };
+        // Last, after all other writes: other batches that return the same stock wait for this commit, and in a flash sale
+        // every batch does. The result does not read the stock, so Postgres returns it before.
+        let mut behind = written.join(" + ");
+        for index in 0..self.table.give_back.len() {
+            steps.push(self.give_back(index, &is_closed("i.k"), &behind)?);
+            behind = format!("(SELECT count(*) FROM ot_given_{})", index + 1);
+        }
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
         Ok(format!(
-            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0{uses_wait}",
+            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {}){without_stock_to_wait_for}",
             steps.join(",\n"),
             is_closed("a.k"),
-            if self.claims() { "(d.is_open OR d.is_closing)" } else { "d.is_open" },
+            self.is_open_or_claimed(),
             join.join(" AND "),
             among_rows(&numbered("a.k", count), "ot_there", "k"),
-            // So that the parameter has a type also where no stock is waited for.
-            uses_wait = if self.claims() { "\n  AND $3::boolean IS NOT NULL" } else { "" },
+            without_stock_to_wait_for = match (self.table.give_back.is_empty(), self.claims()) {
+                (false, _) => String::new(),
+                // So that every step is run, and the parameter has a type.
+                (true, true) => format!("\n  AND {behind} >= 0 AND $3::boolean IS NOT NULL"),
+                (true, false) => format!("\n  AND {behind} >= 0"),
+            },
             claimed = if self.claims() { "; $4 boolean: whether they were claimed" } else { "" },
             kind = self.words.kind,
         ))
     }
 
-    /// The items of due orders, and the stock rows that they need: those that exist, and those that can be locked now.
-    fn stock_to_lock(&self, index: usize) -> Result<Vec<String>, MappingError> {
+    /// The items of due orders with the stock rows of theirs that can be locked now, and the orders of which one cannot.
+    /// Without waiting ($3 is false) an order is closed only if all its stock rows can; otherwise the updates wait. A stock
+    /// row that does not exist is looked up alone, and keeps no order open.
+    fn stock_to_lock(&self, index: usize) -> Result<(Vec<String>, String), MappingError> {
         let (settings, relations) = (&self.table.give_back[index], &self.facts.give_back[index]);
         let (number, (items, stock)) = (index + 1, relations);
         let StockColumns { alias, order, item_key, stock_key } =
             StockColumns::of(&format!("give_back[{index}]"), settings, relations)?;
-        let needed = among(&stock_key, &format!("ot_items_{number}"), "s");
-        Ok(vec![
+        // Few shops fill the tables of a further one: those pay for one look at an empty table, not for one per order.
+        let has_items = match (index, items.kind) {
+            (1.., RelationKind::Table) => format!("(SELECT EXISTS (SELECT FROM {}))\n      AND ", items.qualified()),
+            _ => String::new(),
+        };
+        let locks = vec![
             step(
                 &format!("ot_items_{number} AS MATERIALIZED"),
                 &format!(
-                    "SELECT {}, {}, ({}) AS quantity\n    FROM {} AS {alias}\n    WHERE {}",
+                    "SELECT {}, {}, ({}) AS quantity\n    FROM {} AS {alias}\n    WHERE {has_items}{}",
                     as_numbered(&order, "k"),
                     as_numbered(&item_key, "s"),
                     ended(&settings.quantity),
@@ -281,26 +293,30 @@ impl<'a> Parts<'a> {
                 ),
             ),
             step(
-                &format!("ot_stock_there_{number} AS MATERIALIZED"),
-                &format!(
-                    "SELECT {} FROM {} AS s WHERE NOT $3::boolean AND {needed}",
-                    as_numbered(&stock_key, "s"),
-                    stock.qualified()
-                ),
-            ),
-            step(
                 &format!("ot_stock_free_{number} AS MATERIALIZED"),
                 &format!(
-                    "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {needed}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF s SKIP LOCKED",
+                    "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF s SKIP LOCKED",
                     as_numbered(&stock_key, "s"),
                     stock.qualified(),
+                    among(&stock_key, &format!("ot_items_{number}"), "s"),
                     stock_key.join(", ")
                 ),
             ),
-        ])
+        ];
+        let keys = numbered("i.s", stock_key.len());
+        let same: Vec<String> = stock_key.iter().zip(&keys).map(|(column, key)| format!("{column} = {key}")).collect();
+        let busy = format!(
+            "SELECT {} FROM ot_items_{number} i\n    WHERE NOT $3::boolean AND NOT {}\n      AND (SELECT count(*) FROM {} AS s WHERE {}) > 0",
+            self.keys("i.k"),
+            among_rows(&keys, &format!("ot_stock_free_{number}"), "s"),
+            stock.qualified(),
+            same.join(" AND "),
+        );
+        Ok((locks, busy))
     }
 
-    fn close_update(&self, to_close: &str) -> Result<String, MappingError> {
+    /// `has_stock`: a condition on `t`, the orders that are due.
+    fn close_update(&self, has_stock: &str) -> Result<String, MappingError> {
         let alias = self.alias();
         let set = self.assignments("close", &self.table.close)?;
         let mut returning: Vec<String> = self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect();
@@ -317,7 +333,7 @@ impl<'a> Parts<'a> {
             "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {}",
             self.orders(),
             set,
-            among(&self.id_columns(&alias), to_close, "k"),
+            among_those(&self.id_columns(&alias), "ot_due", "k", has_stock),
             returning.join(", ")
         ))
     }
@@ -328,7 +344,11 @@ impl<'a> Parts<'a> {
         for (column, value) in columns {
             let key = format!("{setting}.{column}");
             let kind = require(&self.facts.orders, column, &key)?;
-            let value = if value == "now" { self.now(&key, column, kind)? } else { literal(value) };
+            let value = match value.as_str() {
+                NOW => self.now(&key, column, kind)?,
+                PATH => "$2::text".to_owned(),
+                value => literal(value),
+            };
             set.push(format!("{} = {value}", name(column)));
         }
         Ok(set.join(", "))
@@ -336,9 +356,9 @@ impl<'a> Parts<'a> {
 
     /// The moment of the change, as this column has times.
     fn now(&self, key: &str, column: &str, kind: &ColumnType) -> Result<String, MappingError> {
-        const NOW: &str = "(SELECT m.now FROM ot_moment m)";
+        const MOMENT: &str = "(SELECT m.now FROM ot_moment m)";
         if kind.base == "timestamptz" {
-            return Ok(NOW.to_owned());
+            return Ok(MOMENT.to_owned());
         }
         if !ZONELESS.contains(&kind.base.as_str()) {
             let why = format!(
@@ -348,7 +368,7 @@ impl<'a> Parts<'a> {
             return Err(MappingError::new(key, why));
         }
         match self.zone() {
-            Some(zone) => Ok(format!("({NOW} AT TIME ZONE {zone})::{}", kind.base)),
+            Some(zone) => Ok(format!("({MOMENT} AT TIME ZONE {zone})::{}", kind.base)),
             None => Err(MappingError::new(
                 "time_zone",
                 format!(
@@ -359,8 +379,8 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// As `sql/close.sql` writes it. The conditions are not joins: the planner expects a few rows, and would compare
-    /// every order with every other.
+    /// Its time is formatted once for all orders. The conditions are not joins: the planner expects a few rows, and would
+    /// compare every order with every other.
     fn event(&self, is_closed: &str) -> String {
         let utc = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'";
         let KindWords { event, reason, .. } = self.words;
@@ -369,7 +389,7 @@ impl<'a> Parts<'a> {
             "INSERT INTO event_outbox (routing_key, type, payload{kind_column})\n    SELECT {}, {},\n           jsonb_build_object(\n               'order_id', {},\n               'deadline', to_char(d.deadline AT TIME ZONE 'UTC', {utc}),\n               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', {utc}) FROM ot_moment m),\n               'closed_by', $2::text,\n               'reason', {}){kind}\n    FROM ot_decided d\n    WHERE ({is_closed}) IS TRUE\n    RETURNING 1",
             literal(event),
             literal(&format!("{event}.v1")),
-            ids::print(&numbered("d.k", self.id.len())),
+            if self.claims() { "d.order_id".to_owned() } else { ids::print(&numbered("d.k", self.id.len())) },
             literal(reason),
         )
     }
@@ -383,7 +403,10 @@ impl<'a> Parts<'a> {
     /// One update of stock, behind everything that `behind` counts.
     fn give_back(&self, index: usize, is_closed: &str, behind: &str) -> Result<String, MappingError> {
         let (settings, (_, stock), number) = (&self.table.give_back[index], &self.facts.give_back[index], index + 1);
-        let items = format!("ot_items_{number} i\n        WHERE ({is_closed}) IS TRUE AND {behind} >= 0");
+        // The planner takes one row in 200 for such a comparison. So it looks up each stock row by its key, in the order of the
+        // keys, even if the tables were empty when they were last analysed.
+        let items =
+            format!("ot_items_{number} i\n        WHERE CASE WHEN {is_closed} THEN 1 END = 1 AND {behind} >= 0");
         let update = stock_update(&format!("give_back[{index}]"), settings, stock, &items)?;
         Ok(step(&format!("ot_given_{number}"), &format!("{update}\n    RETURNING 1")))
     }
@@ -391,17 +414,26 @@ impl<'a> Parts<'a> {
     fn overdue(&self) -> String {
         let (alias, deadline) = (self.alias(), &self.deadline);
         format!(
-            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH {after}\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n{is_unclaimed}  AND {is_after}\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH {after}\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE {is_unpaid}\n  AND {deadline} >= {FIRST_DEADLINE}\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n{is_unclaimed}  AND {is_after}\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
             is_unclaimed = self.is_unclaimed().map_or_else(String::new, |unclaimed| format!("  AND {unclaimed}\n")),
             kind = self.words.kind,
             orders = self.orders(),
             after = self.after("$3"),
             printed = ids::print(&self.id_columns(&alias)),
-            open = ended(&self.table.open),
-            paid = ended(&self.table.paid),
+            is_unpaid = self.is_unpaid("\n  "),
             is_after = self.is_after("$2", "$3", "  "),
             ids = self.id_columns(&alias).join(", "),
         )
+    }
+
+    /// A condition on the table. An order that is open by one value of a column is not paid by another: tested twice, the column
+    /// would be read from the table instead of from the condition of the index.
+    fn is_unpaid(&self, separator: &str) -> String {
+        let open = format!("({})", ended(&self.table.open));
+        match predicate::exclude_each_other(&self.table.open, &self.table.paid) {
+            true => open,
+            false => format!("{open}{separator}AND ({}) IS NOT TRUE", ended(&self.table.paid)),
+        }
     }
 
     /// The id behind which a page begins, as the step `ot_after`.
@@ -458,12 +490,13 @@ impl<'a> Parts<'a> {
             _ => "$2::timestamptz".to_owned(),
         };
         Some(format!(
-            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           coalesce(({open}), false) AS is_open,\n           coalesce(({paid}), false) AS is_paid\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open AND NOT d.is_paid\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {moved} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT CASE WHEN d.is_paid THEN 'paid' WHEN d.is_open THEN 'unpaid' ELSE 'closed' END AS status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
+            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           {status} AS status,\n           coalesce(({open}), false) AND ({paid}) IS NOT TRUE AS is_open\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {moved} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT d.status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
             parsed = as_numbered(&self.parsed(self.part_text()), "k"),
             parts = self.with_parts("SELECT $1::text AS text_id"),
             asked = among(&self.id_columns("o"), "ot_asked", "k"),
             keys = self.id_as_keys(&alias),
             deadline = self.usable_deadline(),
+            status = self.status(),
             open = ended(&self.table.open),
             paid = ended(&self.table.paid),
             open_keys = self.keys("d.k"),
@@ -516,7 +549,7 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
     };
     let set = [Some(&table.close), table.closing.as_ref(), table.pay.as_ref()];
     let uses_zone = set.into_iter().flatten().flatten().any(|(column, value)| {
-        value == "now" && facts.orders.columns.get(column).is_some_and(|kind| ZONELESS.contains(&kind.base.as_str()))
+        value == NOW && facts.orders.columns.get(column).is_some_and(|kind| ZONELESS.contains(&kind.base.as_str()))
     });
     match (facts.deadline_type.as_str(), &table.time_zone) {
         ("TIMESTAMPTZ", Some(_)) if !uses_zone => Err(MappingError::new(
@@ -637,9 +670,17 @@ fn as_numbered(columns: &[String], prefix: &str) -> String {
 /// Rows of a table whose columns are among the keys of a step. As an array for one column: then the plan looks up each
 /// key in the index, even if it was made for an empty table.
 fn among(columns: &[String], step: &str, prefix: &str) -> String {
+    among_those(columns, step, prefix, "")
+}
+
+/// The same for those rows `t` of the step that a condition chooses.
+fn among_those(columns: &[String], step: &str, prefix: &str, condition: &str) -> String {
     match columns {
-        [one] => format!("{one} = ANY (ARRAY(SELECT t.{prefix}1 FROM {step} t))"),
-        several => among_rows(several, step, prefix),
+        [one] => format!("{one} = ANY (ARRAY(SELECT t.{prefix}1 FROM {step} t{condition}))"),
+        several => {
+            let keys = numbered(&format!("t.{prefix}"), several.len()).join(", ");
+            format!("({}) IN (SELECT {keys} FROM {step} t{condition})", several.join(", "))
+        }
     }
 }
 

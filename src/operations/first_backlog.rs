@@ -139,7 +139,7 @@ fn refusal(backlog: &Backlog, orders: &str, settings: &Settings, kind: &Kind) ->
     let least = if *may_be_more { "at least " } else { "" };
     let oldest = oldest.as_deref().unwrap_or("an unknown time");
     let (what, narrow) = match settings.orders_of(kind) {
-        Some(OrdersOf::Table(_)) => (
+        Some(OrdersOf::Table(table)) if !table.is_built_in => (
             format!("the table {}", orders.strip_prefix(&format!("{kind}: ")).unwrap_or(orders)),
             format!(
                 "narrow kinds.{kind}.table.open{}, by the deadline, such as open = \"… AND created_at + interval '30 minutes' > '2026-11-01'\"",
@@ -151,7 +151,7 @@ fn refusal(backlog: &Backlog, orders: &str, settings: &Settings, kind: &Kind) ->
                 ["close_sql", "overdue_sql"].map(|name| orders_statements::statement_setting(kind, name));
             ("your orders table".to_owned(), format!("narrow the conditions of {close} and {overdue}"))
         }
-        Some(OrdersOf::DefaultTables | OrdersOf::Handler) | None => (
+        Some(OrdersOf::Table(_) | OrdersOf::Handler) | None => (
             "the table orders".to_owned(),
             "cancel them: UPDATE orders SET status = 'cancelled' WHERE status = 'unpaid' AND expires_at < '2026-11-01'"
                 .to_owned(),

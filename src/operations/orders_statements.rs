@@ -1,5 +1,4 @@
-//! The statements of the orders contract that are in effect: ours, the shop's own from files, or rendered from a
-//! mapping.
+//! The statements of the orders contract that are in effect: the shop's own from files, or rendered from a mapping.
 //!
 //! Looks the mapped tables up in the catalog; runs none of these statements.
 
@@ -8,10 +7,10 @@ use serde::Serialize;
 
 use crate::config::Settings;
 use crate::config::kinds::{self, OrdersOf};
-use crate::effects::close::{CLOSE_SQL, Closer};
+use crate::effects::close::Closer;
 use crate::effects::closing::ClaimedKind;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::{MappingError, PaymentFunction, Questions, Rendered, render};
+use crate::mapping::{MappingError, PaymentFunction, Questions, Rendered, default_tables, render};
 use crate::observe::inspect::plan::Plans;
 use crate::postgres::attempts;
 use crate::postgres::catalog::{self, CatalogError};
@@ -20,9 +19,6 @@ use crate::postgres::grants;
 use crate::postgres::payment_functions;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
-
-/// `sql/deadline.sql`.
-const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
 
 /// Where the statements come from.
 #[derive(Debug, Clone)]
@@ -40,7 +36,7 @@ pub struct OrdersStatements {
     pub deadline: DeadlineStatement,
     /// What a mapping tells operators about its table.
     pub questions: Option<Questions>,
-    /// What pays its orders; none without a mapping that says how.
+    /// What pays its orders; none without a mapping of the shop's own that says how.
     pub functions: Vec<PaymentFunction>,
 }
 
@@ -58,7 +54,8 @@ pub enum DefinedBy {
 /// The statement that moves a deadline.
 #[derive(Debug, Clone)]
 pub enum DeadlineStatement {
-    /// With the parameters and columns of `sql/deadline.sql`.
+    /// `$1` text: the order; `$2` timestamptz: its new deadline. It returns the order's `status` text and `deadline` timestamptz
+    /// before, and `moved_to` timestamptz: NULL if it was not moved. No row: there is no such order.
     Sql(String),
     /// One sentence.
     CannotBeMoved(String),
@@ -74,8 +71,8 @@ pub async fn statements(
     kind: &Kind,
 ) -> Result<OrdersStatements, DatabaseError> {
     let table = match settings.orders_of(kind) {
+        Some(OrdersOf::Table(table)) if table.is_built_in => return Ok(of_default_tables(settings, kind)),
         Some(OrdersOf::Table(table)) => table,
-        Some(OrdersOf::DefaultTables) => return Ok(of_default_tables()),
         Some(OrdersOf::Statements { close_sql, overdue_sql }) => return Ok(of_files(kind, close_sql, overdue_sql)),
         Some(OrdersOf::Handler) | None => return Err(DatabaseError(why_no_orders(kind))),
     };
@@ -87,16 +84,38 @@ pub async fn statements(
         CatalogError::Database(_) => DatabaseError(fault.to_string()),
     })?;
     let rendered = render(&settings.words_of(kind), table, &facts);
-    let Rendered { close, overdue, deadline, index, questions, functions } =
-        rendered.map_err(|fault| unfit(settings, kind, &fault))?;
+    let rendered = rendered.map_err(|fault| unfit(settings, kind, &fault))?;
+    let orders = remembered(kind, &format!("{}.{}", facts.orders.schema, facts.orders.name));
+    let defined_by = DefinedBy::Mapping([&*table.open, &*table.paid, &*table.deadline].join("\n"));
+    Ok(of_mapping(settings, kind, (orders, defined_by), rendered))
+}
+
+/// Without a look at the catalog. The schema's check names an index that is missing, and setup creates the functions.
+fn of_default_tables(settings: &Settings, kind: &Kind) -> OrdersStatements {
+    let rendered = default_tables::rendered().clone();
+    let mut statements = of_mapping(settings, kind, ("orders".to_owned(), DefinedBy::Schema), rendered);
+    if let StatementSource::Rendered { index, .. } = &mut statements.overdue {
+        *index = None;
+    }
+    statements.functions = Vec::new();
+    statements
+}
+
+fn of_mapping(
+    settings: &Settings,
+    kind: &Kind,
+    (orders, defined_by): (String, DefinedBy),
+    rendered: Rendered,
+) -> OrdersStatements {
+    let Rendered { close, overdue, deadline, index, questions, functions } = rendered;
     let of = |what: &str, sql: String, index: Option<String>| StatementSource::Rendered {
         name: name(settings, kind, what),
         sql,
         index,
     };
-    Ok(OrdersStatements {
-        orders: remembered(kind, &format!("{}.{}", facts.orders.schema, facts.orders.name)),
-        defined_by: DefinedBy::Mapping([&*table.open, &*table.paid, &*table.deadline].join("\n")),
+    OrdersStatements {
+        orders,
+        defined_by,
         close: of("close", close, None),
         overdue: of("overdue", overdue, Some(index)),
         deadline: deadline.map_or(
@@ -107,7 +126,7 @@ pub async fn statements(
         ),
         questions: Some(questions),
         functions,
-    })
+    }
 }
 
 /// Refuses a mapping whose functions are not in the database as it says.
@@ -144,7 +163,6 @@ pub async fn require_functions(
 /// [`DatabaseError`] as of [`statements`], or if the kind's orders are never claimed.
 pub async fn claimed_kind(database: &Database, settings: &Settings, kind: &Kind) -> Result<ClaimedKind, DatabaseError> {
     let close = match statements(database, settings, kind).await?.close {
-        StatementSource::Default => CLOSE_SQL.to_owned(),
         StatementSource::Rendered { sql, .. } if settings.claims_orders(kind) => sql,
         StatementSource::Rendered { .. } | StatementSource::File { .. } => {
             return Err(DatabaseError(format!(
@@ -181,7 +199,6 @@ pub async fn require_attempts_are_asked_about(
     close: &StatementSource,
 ) -> Result<(), DatabaseError> {
     let name = match close {
-        StatementSource::Default => return Ok(()),
         StatementSource::Rendered { name, .. } => name.clone(),
         StatementSource::File { path, .. } => format!("{} ({path})", statement_setting(kind, "close_sql")),
     };
@@ -195,18 +212,6 @@ pub async fn require_attempts_are_asked_about(
         attempts => Err(DatabaseError(format!(
             "{name} would close orders without asking their payment providers: payment_attempts has {attempts} rows that may bring money; write the table's pay, or leave out what orders_to_ask_about returns in a statement of your own, or set their state to closed once the providers take no payment for them"
         ))),
-    }
-}
-
-fn of_default_tables() -> OrdersStatements {
-    OrdersStatements {
-        orders: "orders".to_owned(),
-        defined_by: DefinedBy::Schema,
-        close: StatementSource::Default,
-        overdue: StatementSource::Default,
-        deadline: DeadlineStatement::Sql(DEADLINE_SQL.to_owned()),
-        questions: None,
-        functions: Vec::new(),
     }
 }
 
@@ -249,14 +254,17 @@ pub fn why_no_orders(kind: &Kind) -> String {
 
 /// The name of a rendered statement in errors.
 fn name(settings: &Settings, kind: &Kind, what: &str) -> String {
-    format!("the {what} statement of kinds.{kind}.table{}", from(settings, kind))
+    match settings.has_built_in_table(kind) {
+        true => format!("the {what} statement of the default tables"),
+        false => format!("the {what} statement of kinds.{kind}.table{}", from(settings, kind)),
+    }
 }
 
 /// The names of a kind's close statement and overdue statement.
 #[must_use]
 pub fn names(settings: &Settings, kind: &Kind) -> (String, String) {
     match settings.orders_of(kind) {
-        Some(OrdersOf::Table(_)) => (name(settings, kind, "close"), name(settings, kind, "overdue")),
+        Some(OrdersOf::Table(_)) | None => (name(settings, kind, "close"), name(settings, kind, "overdue")),
         Some(OrdersOf::Statements { close_sql, overdue_sql }) => {
             let of = |setting: &str, file: &str| format!("{} ({file})", statement_setting(kind, setting));
             (of("close_sql", close_sql), of("overdue_sql", overdue_sql))
@@ -264,14 +272,13 @@ pub fn names(settings: &Settings, kind: &Kind) -> (String, String) {
         Some(OrdersOf::Handler) => {
             (format!("the handler of the kind {kind}"), format!("the handler of the kind {kind}"))
         }
-        Some(OrdersOf::DefaultTables) | None => ("sql/close.sql".to_owned(), "sql/overdue.sql".to_owned()),
     }
 }
 
 /// What looks at the plans of this kind's statements.
 pub(crate) fn plans(settings: &Settings, kind: &Kind, closer: &Closer, sweeper: &Sweeper) -> Plans {
     let (close_name, overdue_name) = names(settings, kind);
-    let own_close = (!settings.has_default_orders(kind)).then_some((closer, close_name));
+    let own_close = (!settings.has_built_in_table(kind)).then_some((closer, close_name));
     Plans::new(sweeper, overdue_name, own_close)
 }
 

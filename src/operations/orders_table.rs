@@ -1,6 +1,6 @@
 //! What operators ask about the orders table: the only module of the operations that reads it.
 //!
-//! The default table and a mapped one are read as their mapping says. A table behind statements of the shop's own is known
+//! A table is read as its mapping says. A table behind statements of the shop's own is known
 //! only through `orders.overdue_sql`: what that statement does not tell is said to be unknown, and is never guessed. Reads
 //! only.
 
@@ -16,13 +16,11 @@ use uuid::Uuid;
 
 use super::orders_statements;
 use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::{Questions, default_tables};
+use crate::mapping::Questions;
 use crate::postgres::lock_holders::{LockHolder, lock_holders};
 use crate::postgres::{self, Database, DatabaseError, one_line};
-
-/// The tables of the default orders that a close changes.
-const CHANGED_DEFAULTS: [&str; 4] = ["orders", "stock", "reserved_resources", "order_events"];
 
 /// Rows per page of the overdue statement.
 const PAGE_SIZE: usize = 1_000;
@@ -114,8 +112,6 @@ impl ChosenOrder {
 /// What knows the orders.
 #[derive(Debug, Clone)]
 enum Source {
-    /// The default tables.
-    Default,
     /// A mapping.
     Mapped(Box<Questions>),
     /// The overdue statement of the shop's own.
@@ -128,6 +124,8 @@ pub struct OrdersTable {
     database: Database,
     kind: Kind,
     source: Source,
+    /// Whether it is the default table.
+    is_built_in: bool,
     /// The tables that a close changes, as far as they are known.
     changed: Vec<String>,
 }
@@ -138,24 +136,16 @@ impl OrdersTable {
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
     pub async fn open(database: Database, settings: &Settings, kind: &Kind) -> Result<Self, DatabaseError> {
-        let source = if settings.has_default_orders(kind) {
-            Source::Default
-        } else {
-            let statements = orders_statements::statements(&database, settings, kind).await?;
-            match statements.questions {
-                Some(questions) => Source::Mapped(Box::new(questions)),
-                None => Source::Statement(Sweeper::prepare(database.clone(), statements.overdue).await?),
-            }
+        let statements = orders_statements::statements(&database, settings, kind).await?;
+        let source = match statements.questions {
+            Some(questions) => Source::Mapped(Box::new(questions)),
+            None => Source::Statement(Sweeper::prepare(database.clone(), statements.overdue).await?),
         };
-        let changed = match (&source, settings.table_of(kind)) {
-            (Source::Default, _) => CHANGED_DEFAULTS.map(str::to_owned).to_vec(),
-            (_, Some(table)) => {
-                let stocks = table.give_back.iter().map(|given_back| &given_back.stock);
-                std::iter::once(&table.table).chain(stocks).cloned().collect()
-            }
-            (_, None) => Vec::new(),
+        let changed = match settings.orders_of(kind) {
+            Some(OrdersOf::Table(table)) => table.changed_by_close(),
+            _ => Vec::new(),
         };
-        Ok(Self { database, kind: kind.clone(), source, changed })
+        Ok(Self { database, kind: kind.clone(), source, is_built_in: settings.has_built_in_table(kind), changed })
     }
 
     /// Whose orders they are.
@@ -167,7 +157,6 @@ impl OrdersTable {
     /// What can be asked about the table; otherwise the overdue statement, which tells ids and deadlines alone.
     fn questions(&self) -> Result<&Questions, &Sweeper> {
         match &self.source {
-            Source::Default => Ok(default_tables::questions()),
             Source::Mapped(questions) => Ok(questions),
             Source::Statement(sweeper) => Err(sweeper),
         }
@@ -201,10 +190,6 @@ impl OrdersTable {
     /// [`Unknown`] if the query fails, or if only statements of the shop's own know the order and it is not overdue.
     pub async fn row(&self, id: &OrderId) -> Result<Option<OrderRow>, Unknown> {
         match &self.source {
-            Source::Default if is_uuid(id.as_str()) => {
-                self.read(async |connection| read_row(connection, id.as_str()).await).await
-            }
-            Source::Default => Ok(None),
             Source::Mapped(mapped) => {
                 let found = self.mapped_row(&mapped.row, id).await?;
                 Ok(found.filter(|row| row.status.as_deref() != Some(MALFORMED)))
@@ -219,7 +204,6 @@ impl OrdersTable {
     /// [`Unknown`] if the query fails.
     pub async fn is_malformed(&self, id: &OrderId) -> Result<bool, Unknown> {
         match &self.source {
-            Source::Default => Ok(!is_uuid(id.as_str())),
             Source::Mapped(mapped) => {
                 let found = self.mapped_row(&mapped.row, id).await?;
                 Ok(found.is_some_and(|row| row.status.as_deref() == Some(MALFORMED)))
@@ -242,7 +226,7 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] for a table of the shop's own, or if the query fails.
     pub async fn dates(&self, id: &OrderId) -> Result<Option<RowDates>, Unknown> {
-        self.is_default("when an order was created, paid or closed")?;
+        self.require_built_in("when an order was created, paid or closed")?;
         if !is_uuid(id.as_str()) {
             return Ok(None);
         }
@@ -263,14 +247,10 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] for statements of the shop's own, or if the query fails.
     pub async fn is_locked(&self, id: &OrderId) -> Result<bool, Unknown> {
-        if let Source::Mapped(mapped) = &self.source {
-            return Ok(self.mapped_row(&mapped.free_row, id).await?.is_none());
+        match &self.source {
+            Source::Mapped(mapped) => Ok(self.mapped_row(&mapped.free_row, id).await?.is_none()),
+            Source::Statement(_) => Err(own("whether the row is locked")),
         }
-        self.is_default("whether the row is locked")?;
-        let ask = sqlx::query("SELECT 1 FROM orders WHERE id = $1::text::uuid FOR NO KEY UPDATE SKIP LOCKED");
-        let ask = ask.bind(id.as_str());
-        let found = self.read(async |connection| ask.fetch_optional(connection).await).await?;
-        Ok(found.is_none())
     }
 
     /// The transactions that may keep the order from being closed, the one with its row first.
@@ -278,13 +258,11 @@ impl OrdersTable {
     /// # Errors
     /// [`Unknown`] if the query fails.
     pub async fn lock_holders(&self, id: &OrderId) -> Result<Vec<LockHolder>, Unknown> {
-        let mut row = None;
-        if matches!(self.source, Source::Default) && is_uuid(id.as_str()) {
-            let select =
-                sqlx::query_scalar("SELECT xmax::text FROM orders WHERE id = $1::text::uuid").bind(id.as_str());
+        let mut row: Option<String> = None;
+        if let Source::Mapped(mapped) = &self.source {
+            let select = sqlx::query_scalar(AssertSqlSafe(mapped.last_transaction.clone())).bind(id.as_str());
             row = self.read(async |connection| select.fetch_optional(connection).await).await?;
         }
-        let row: Option<String> = row;
         lock_holders(&self.database, &self.changed, row.as_deref()).await.map_err(|error| one_line(&error))
     }
 
@@ -293,7 +271,7 @@ impl OrdersTable {
     /// # Errors
     /// One sentence that says what is wrong with the condition.
     pub async fn choose(&self, choice: &Choice) -> Result<ChosenOrders, DatabaseError> {
-        self.is_default("which orders a condition chooses").map_err(DatabaseError)?;
+        self.require_built_in("which orders a condition chooses").map_err(DatabaseError)?;
         let chosen = self.database.run(async |connection| {
             let mut transaction = connection.begin().await?;
             // Unlike a worker's statements, the operator's have no index of ours.
@@ -313,13 +291,8 @@ impl OrdersTable {
         chosen.await.map_err(|error| why_not_chosen(&error))
     }
 
-    fn is_default(&self, what: &str) -> Result<(), Unknown> {
-        match self.source {
-            Source::Default => Ok(()),
-            Source::Mapped(_) | Source::Statement(_) => {
-                Err(format!("the orders table is your own, and neither a mapping nor statements tell {what}"))
-            }
-        }
+    fn require_built_in(&self, what: &str) -> Result<(), Unknown> {
+        if self.is_built_in { Ok(()) } else { Err(own(what)) }
     }
 
     async fn read<T>(&self, work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>) -> Result<T, Unknown> {
@@ -327,18 +300,11 @@ impl OrdersTable {
     }
 }
 
-/// The order's row in the default table. The id must be a UUID.
-async fn read_row(connection: &mut PgConnection, order_id: &str) -> Result<Option<OrderRow>, sqlx::Error> {
-    let select = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::text::uuid");
-    let row = select.bind(order_id).fetch_optional(connection).await?.map(|row| {
-        let deadline: Option<Timestamptz> = row.try_get("expires_at")?;
-        let deadline = deadline.map(|Timestamptz(deadline)| deadline);
-        Ok::<_, sqlx::Error>(OrderRow { status: Some(row.try_get("status")?), deadline })
-    });
-    row.transpose()
+fn own(what: &str) -> Unknown {
+    format!("the orders table is your own, and neither a mapping nor statements tell {what}")
 }
 
-/// Whether the text is a UUID as `sql/close.sql` accepts it: hexadecimal digits, and hyphens in their places.
+/// Whether the text is a UUID as the close statement of the default tables accepts it: hexadecimal digits, and hyphens in their places.
 #[must_use]
 pub fn is_uuid(text: &str) -> bool {
     let hyphens = [8, 13, 18, 23];

@@ -98,7 +98,7 @@ impl Reminders {
         let expiring: Vec<Overdue> = expiring.into_iter().flatten().collect();
         // A statement that ignores where the page begins would be announced again and again.
         if found.iter().any(|place| place.deadline < reached) {
-            let why = "the overdue statement returns orders before ($2, $3), so their reminders would be repeated; compare with them as sql/overdue.sql does";
+            let why = "the overdue statement returns orders before ($2, $3), so their reminders would be repeated; compare with them as docs/OWN-SQL.md says";
             return Err(sqlx::Error::Protocol(why.into()));
         }
         self.write_events(&mut transaction, &expiring, before).await?;

@@ -1,4 +1,4 @@
-//! The orders contract: the statements that access an orders table, loaded from a file or built in, and checked against
+//! The orders contract: the statements that access an orders table, loaded from a file or rendered, and checked against
 //! the required parameters and columns before the first order depends on them.
 //!
 //! Knows parameters and columns, not the purpose of the statements.
@@ -15,8 +15,6 @@ use crate::postgres::{Database, DatabaseError, one_line};
 pub struct Contract {
     /// The setting of the default kind that may name a file with another statement.
     pub setting: &'static str,
-    /// Our own file, and its text.
-    pub default: (&'static str, &'static str),
     /// The accepted lists of parameters.
     pub parameters: &'static [&'static [&'static str]],
     /// The required columns: name, and the accepted types.
@@ -26,8 +24,6 @@ pub struct Contract {
 /// Where a statement of the contract comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StatementSource {
-    /// The one for the default orders tables.
-    Default,
     /// A file with a statement of the shop's own.
     File {
         /// Where it is.
@@ -47,7 +43,7 @@ pub enum StatementSource {
 }
 
 impl StatementSource {
-    /// The text of the file, or of the mapping's statement; empty for ours.
+    /// The text of the file, or of the mapping's statement.
     ///
     /// # Errors
     /// [`DatabaseError`] names the setting and the file.
@@ -55,15 +51,14 @@ impl StatementSource {
         match self {
             Self::File { path, setting } => read_statement(setting.as_deref().unwrap_or("the statement"), path).await,
             Self::Rendered { sql, .. } => Ok(sql.clone()),
-            Self::Default => Ok(String::new()),
         }
     }
 }
 
-/// The value of a setting that names a file; empty means ours.
+/// The value of a setting that names a file.
 impl From<&str> for StatementSource {
     fn from(file: &str) -> Self {
-        if file.is_empty() { Self::Default } else { Self::File { path: file.to_owned(), setting: None } }
+        Self::File { path: file.to_owned(), setting: None }
     }
 }
 
@@ -95,7 +90,6 @@ impl ContractStatement {
         source: &StatementSource,
     ) -> Result<Self, DatabaseError> {
         let (name, source, index) = match source {
-            StatementSource::Default => (contract.default.0, contract.default.1.to_owned(), None),
             StatementSource::File { path, setting } => {
                 let text = read_statement(setting.as_deref().unwrap_or(contract.setting), path).await?;
                 (path.as_str(), text, None)

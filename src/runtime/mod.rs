@@ -221,7 +221,8 @@ fn handle_kinds(settings: &mut Settings, handlers: &Handlers) -> Result<(), Star
         if !settings.all_kinds().contains(kind) {
             return fault("but is not in the settings; add [kinds.NAME], and its lanes if it has any");
         }
-        if matches!(settings.orders_of(kind), Some(OrdersOf::Table(_) | OrdersOf::Statements { .. })) {
+        let has_statements = matches!(settings.orders_of(kind), Some(OrdersOf::Statements { .. }));
+        if has_statements || settings.table_of(kind).is_some() {
             return fault("and a table or statements in the settings; leave one of them out");
         }
         if !settings.reminders_of(kind).is_empty() {

@@ -271,6 +271,7 @@ fn with_acceptance(settings: &mut Settings) {
         consume: vec![],
         give_back: Vec::new(),
         also: Vec::new(),
+        is_built_in: false,
     };
     let kind = settings.kinds.entry(Kind::new("acceptance").unwrap()).or_default();
     *kind = KindSettings { table: Some(table), ..KindSettings::default() };

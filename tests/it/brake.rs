@@ -231,15 +231,17 @@ fn deadlines_moved_to_past_trip() {
 fn slow_overdue_statement() -> NamedTempFile {
     let slow =
         "WHERE CASE WHEN $1::float8 < 0 THEN (SELECT pg_sleep(seconds)::text = '' FROM public.slowness) ELSE true END
-                AND o.status";
+                AND (status";
     let file = NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), include_str!("../../sql/overdue.sql").replace("WHERE o.status", slow)).unwrap();
+    std::fs::write(file.path(), include_str!("../fixtures/mapping/default_overdue.sql").replace("WHERE (status", slow))
+        .unwrap();
     file
 }
 
 #[test]
 fn slow_count_delays_no_pause() {
-    let (file, close) = (slow_overdue_statement(), concat!(env!("CARGO_MANIFEST_DIR"), "/sql/close.sql"));
+    let (file, close) =
+        (slow_overdue_statement(), concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/mapping/default_close.sql"));
     let overdue = file.path().to_str().unwrap().to_owned();
     let settings = move |settings: &mut Settings| {
         serve_http(settings);

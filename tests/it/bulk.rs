@@ -327,7 +327,8 @@ fn own_statements_refuse_conditions() {
         .without_broker()
         .settings(|settings| {
             let path = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(file).to_str().unwrap().to_owned();
-            (settings.orders.close_sql, settings.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
+            (settings.orders.close_sql, settings.orders.overdue_sql) =
+                (path("tests/fixtures/mapping/default_close.sql"), path("tests/fixtures/mapping/default_overdue.sql"));
         })
         .run(async |env| {
             let command = ["deadline", "--in", "1h", "--where", "true", "--yes"];

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use order_timeout::effects::close::Closer;
+use order_timeout::operations::orders_statements;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::away::{
     held_by_the_worker, meanwhile, on_private_database, shorten_database_timeouts, worker_through,
 };
@@ -486,7 +488,8 @@ impl Drop for HaltedBackends {
 
 async fn closer_with(env: &TestEnv, connections: u32) -> Closer {
     let database = Database::connect(&env.settings.database, connections).await.unwrap();
-    Closer::prepare(WarmConnections::new(database), "").await.unwrap()
+    let close = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap().close;
+    Closer::prepare(WarmConnections::new(database), close).await.unwrap()
 }
 
 async fn backends_that_read_the_clock(env: &TestEnv) -> Vec<i32> {
@@ -523,7 +526,7 @@ fn closers_get_warm_connections() {
             let closer = closer_with(&env, 3).await;
             let ready = async || {
                 let ready = "SELECT count(*) FROM pg_stat_activity
-                             WHERE datname = current_database() AND state = 'idle' AND query LIKE '-- Closes the requested%'";
+                             WHERE datname = current_database() AND state = 'idle' AND query LIKE '-- Closes orders of%'";
                 env.count(ready).await
             };
             closer.warm_up().await.unwrap();
@@ -531,7 +534,7 @@ fn closers_get_warm_connections() {
             closer.warm_up().await.unwrap();
             assert_eq!(ready().await, 3);
             let end = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-                       WHERE datname = current_database() AND query LIKE '-- Closes the requested%'";
+                       WHERE datname = current_database() AND query LIKE '-- Closes orders of%'";
             env.count(end).await;
             wait_for("their end", async || ready().await == 0).await;
             // A connection opened to read the clock has planned no statement.

@@ -231,7 +231,7 @@ fn silent_database_does_not_block_forever() {
         let id = env.order(Duration::from_secs(60)).await.id.to_string();
         let deadline = &["deadline", &id, "--in", "1h"][..];
         let close = &["close", &id][..];
-        for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes the requested orders", close)] {
+        for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes orders of", close)] {
             let network = Proxy::before(&env.settings.database.url).await;
             let has_vanished = network.cut_at(at, Then::Vanish);
             let (code, _, error) = call_through(&network, &env, arguments).await;

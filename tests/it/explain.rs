@@ -299,7 +299,8 @@ fn explain_invents_nothing_about_own_tables() {
         let order = env.order(Duration::ZERO).await;
         let path = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(file).to_str().unwrap().to_owned();
         let mut own = env.settings.clone();
-        (own.orders.close_sql, own.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
+        (own.orders.close_sql, own.orders.overdue_sql) =
+            (path("tests/fixtures/mapping/default_close.sql"), path("tests/fixtures/mapping/default_overdue.sql"));
         let told = explained(&own, &order).await;
         assert_eq!(told["exists"], json!(true));
         assert!(told["summary"].as_str().unwrap().starts_with("it is open and overdue"), "{told:#}");

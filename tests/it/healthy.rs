@@ -485,7 +485,8 @@ fn notifications_are_quiet() {
 fn own_statements_are_quiet() {
     closes_quietly("statements in files", |settings| {
         let path = |file: &str| repository().join(file).to_str().unwrap().to_owned();
-        (settings.orders.close_sql, settings.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
+        (settings.orders.close_sql, settings.orders.overdue_sql) =
+            (path("tests/fixtures/mapping/default_close.sql"), path("tests/fixtures/mapping/default_overdue.sql"));
     });
 }
 

@@ -153,7 +153,7 @@ fn draining_worker_gives_its_share_up() {
         env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
         // The sweep's query waits as well, and does not keep a stopping worker: only a close in flight does.
         let closes = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
-                      AND wait_event_type = 'Lock' AND query LIKE '-- Closes the requested orders%'";
+                      AND wait_event_type = 'Lock' AND query LIKE '-- Closes orders of%'";
         wait_for("a close that waits for the lock", async || env.count(closes).await == 1).await;
         worker.begin_to_stop();
         let without = "SELECT count(*) FROM order_timeout_workers WHERE kinds = '{}'";

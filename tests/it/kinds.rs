@@ -46,6 +46,7 @@ pub(crate) fn mapped(settings: &mut Settings, name: &str) {
         consume: vec![],
         give_back: Vec::new(),
         also: Vec::new(),
+        is_built_in: false,
     };
     let settings = settings.kinds.entry(kind(name)).or_default();
     *settings = KindSettings {

@@ -48,8 +48,8 @@ fn statement_that_ignores_attempts_is_refused() {
         assert!(code == 1 && stderr.contains(says), "{stderr}");
 
         let mut settings = env.settings.clone();
-        settings.orders.close_sql = format!("{}/sql/close.sql", env!("CARGO_MANIFEST_DIR"));
-        settings.orders.overdue_sql = format!("{}/sql/overdue.sql", env!("CARGO_MANIFEST_DIR"));
+        settings.orders.close_sql = format!("{}/tests/fixtures/mapping/default_close.sql", env!("CARGO_MANIFEST_DIR"));
+        settings.orders.overdue_sql = format!("{}/tests/fixtures/mapping/default_overdue.sql", env!("CARGO_MANIFEST_DIR"));
         Worker::start(settings).await.map(drop).expect("this one leaves them out");
         sqlx::raw_sql("UPDATE payment_attempts SET state = 'closed'").execute(&env.pool).await.unwrap();
         Worker::start(env.settings.clone()).await.map(drop).expect("no attempt may bring money");

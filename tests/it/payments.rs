@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::mapping::default_tables;
 use order_timeout::operations::late_payments::{self, ReopenError};
 use order_timeout::postgres::{Database, Operator, shop_settings};
 use order_timeout_client::payment::{Attempt, Currency, Money};
@@ -47,7 +47,7 @@ async fn price(env: &TestEnv, amount_minor: i64) {
 /// Closes the orders as a worker does, without waiting for locked stock if `waits` is false. Returns the outcomes.
 async fn close(pool: &PgPool, orders: &[Order], waits: bool) -> Vec<String> {
     let ids: Vec<String> = orders.iter().map(|order| order.id.to_string()).collect();
-    let close = sqlx::query_as::<_, (String, String, Option<time::OffsetDateTime>)>(CLOSE_SQL);
+    let close = sqlx::query_as::<_, (String, String, Option<time::OffsetDateTime>)>(&*default_tables::rendered().close);
     let found = close.bind(&ids).bind("alarm").bind(waits).bind(false).fetch_all(pool).await.unwrap();
     let by_id: BTreeMap<String, String> = found.into_iter().map(|(id, outcome, _)| (id, outcome)).collect();
     ids.iter().map(|id| by_id[id].clone()).collect()

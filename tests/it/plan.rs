@@ -3,15 +3,14 @@
 
 use std::collections::BTreeSet;
 
-use order_timeout::effects::close::CLOSE_SQL;
 use order_timeout::effects::closing::{HOLD_CLAIMED_SQL, POSTPONE_SQL, RESUME_SQL, SETTLE_PAID_SQL};
+use order_timeout::mapping::default_tables;
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::TestEnv;
 use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
 
-const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
 const CLOSE_TYPES: &str = "text[], text, boolean, boolean";
 const ORDERS: usize = 20_000;
 const ARTICLES: usize = 20_000;
@@ -19,6 +18,14 @@ const BATCH: usize = 800;
 /// Rows that any node of a batch's plan may read, including those it discards. Ten for each order is plenty; comparing
 /// every order with every other would be 640 000.
 const MOST_ROWS: f64 = 10.0 * BATCH as f64;
+
+fn close_sql() -> &'static str {
+    &default_tables::rendered().close
+}
+
+fn overdue_sql() -> &'static str {
+    &default_tables::rendered().overdue
+}
 
 /// So that statistics change only when a test says so. It makes plans anew, so it comes before a plan that is to be kept.
 async fn stop_autovacuum(env: &TestEnv) {
@@ -141,7 +148,7 @@ fn batch_uses_primary_keys_analysed_or_not() {
             for mode in ["force_custom_plan", "force_generic_plan"] {
                 for wait in [true, false] {
                     let arguments = format!("{ids}, 'alarm', {wait}, false");
-                    let plan = plan_of(&mut connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await;
+                    let plan = plan_of(&mut connection, mode, close_sql(), CLOSE_TYPES, &arguments).await;
                     assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, wait {wait}"));
                 }
             }
@@ -159,7 +166,7 @@ fn statistics_of_empty_tables_leave_primary_keys() {
         fill(&env).await;
         let arguments = format!("{}, 'alarm', true, false", batch_of_unpaid(&env).await);
         let plan = async |connection: &mut PgConnection| {
-            Ok(plan_of(connection, "force_generic_plan", CLOSE_SQL, CLOSE_TYPES, &arguments).await)
+            Ok(plan_of(connection, "force_generic_plan", close_sql(), CLOSE_TYPES, &arguments).await)
         };
         assert_by_primary_key(&database.run(plan).await.unwrap(), "statistics of empty tables");
     });
@@ -177,7 +184,7 @@ fn sweep_reads_one_page_of_deadline_index() {
             }
             for mode in ["force_custom_plan", "force_generic_plan"] {
                 let types = "float8, timestamptz, text, bigint";
-                let plan = plan_of(&mut connection, mode, OVERDUE_SQL, types, "0.5, '-infinity', '', 100").await;
+                let plan = plan_of(&mut connection, mode, overdue_sql(), types, "0.5, '-infinity', '', 100").await;
                 let index = plan.iter().find(|node| node.by == "orders_unpaid_by_deadline");
                 let read = index.unwrap_or_else(|| panic!("not by the deadline index: {plan:#?}")).rows;
                 // Without statistics the planner expects few overdue orders, and sorts them all for one page.
@@ -268,7 +275,7 @@ async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, Stri
             "text, text[], bigint[], text[], text[], text[]",
             format!("'order', {ids}, {leases}, {proved}"),
         ),
-        (CLOSE_SQL, CLOSE_TYPES, format!("{ids}, 'alarm', true, true")),
+        (close_sql(), CLOSE_TYPES, format!("{ids}, 'alarm', true, true")),
         (
             SETTLE_PAID_SQL,
             "text, text[], bigint[], jsonb, text[], text[], text[], text[], bigint[], text[]",
@@ -314,7 +321,7 @@ fn claim_uses_primary_keys() {
             }
             for mode in ["force_custom_plan", "force_generic_plan"] {
                 let plan = async |connection: &mut PgConnection| {
-                    Ok(plan_of(connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await)
+                    Ok(plan_of(connection, mode, close_sql(), CLOSE_TYPES, &arguments).await)
                 };
                 assert_by_index(&database.run(plan).await.unwrap(), &format!("analysed {analysed}, {mode}"));
             }

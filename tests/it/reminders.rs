@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use order_timeout::config::kinds::Remind;
 use order_timeout::effects::sweep::Sweeper;
+use order_timeout::operations::orders_statements;
 use order_timeout::outbox::reminders::Reminders;
 use order_timeout::postgres::Database;
 use order_timeout_core::kind::Kind;
@@ -18,7 +19,8 @@ async fn execute(env: &TestEnv, sql: &str) {
 
 async fn reminders(env: &TestEnv) -> Reminders {
     let database = Database::connect(&env.settings.database, 2).await.unwrap();
-    let sweeper = Sweeper::prepare(database.clone(), "").await.unwrap();
+    let overdue = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap().overdue;
+    let sweeper = Sweeper::prepare(database.clone(), overdue).await.unwrap();
     Reminders::new(database, sweeper.statement(), "order", vec![FIVE_MINUTES])
 }
 

@@ -42,7 +42,8 @@ fn not_known(answer: &Value, what: &str) -> String {
 fn own_statements(env: &TestEnv) -> Settings {
     let path = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(file).to_str().unwrap().to_owned();
     let mut settings = env.settings.clone();
-    (settings.orders.close_sql, settings.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
+    (settings.orders.close_sql, settings.orders.overdue_sql) =
+        (path("tests/fixtures/mapping/default_close.sql"), path("tests/fixtures/mapping/default_overdue.sql"));
     settings
 }
 

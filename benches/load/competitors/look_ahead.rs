@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::config::WorkerSettings;
-use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::mapping::default_tables;
 use order_timeout::postgres::Database;
 use order_timeout_core::order::Timestamp;
 use sqlx::PgConnection;
@@ -106,7 +106,14 @@ async fn close(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
 async fn close_batch(connection: &mut PgConnection, due: &[Uuid]) -> sqlx::Result<()> {
     let ids: Vec<String> = due.iter().map(Uuid::to_string).collect();
     loop {
-        match sqlx::query(CLOSE_SQL).bind(&ids).bind("sweep").bind(true).fetch_all(&mut *connection).await {
+        match sqlx::query(&*default_tables::rendered().close)
+            .bind(&ids)
+            .bind("sweep")
+            .bind(true)
+            .bind(false)
+            .fetch_all(&mut *connection)
+            .await
+        {
             Err(error) if is_cut_short(&error) => {}
             answer => return answer.map(drop),
         }

@@ -9,7 +9,7 @@ use tokio::time::MissedTickBehavior;
 
 use super::is_cut_short;
 
-/// The close of `sql/close.sql`, except for how the orders are found.
+/// The close of `default_close.sql`, except for how the orders are found.
 const CLOSE_OVERDUE: &str = include_str!("poller.sql");
 /// Orders closed by one statement: a common size for a poller, not tuned like the worker's.
 const BATCH_SIZE: i64 = 500;

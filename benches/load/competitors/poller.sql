@@ -1,5 +1,5 @@
 -- The statement of a plain poller: finds overdue orders by the deadline index and closes them, with the same work as
--- sql/close.sql: status, stock, history and event in one transaction. Takes the limit, returns how many it closed.
+-- default_close.sql: status, stock, history and event in one transaction. Takes the limit, returns how many it closed.
 --
 -- Everything in that statement that concerns given ids is not needed here: it reads no ids, does not look up their
 -- orders, never skips a locked article ($3 is always true), and returns a number.

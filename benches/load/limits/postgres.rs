@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use order_timeout::config::DatabaseSettings;
-use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::mapping::default_tables;
 use order_timeout::postgres::Database;
 use order_timeout_core::order::Timestamp;
 use sqlx::PgPool;
@@ -66,7 +66,7 @@ async fn close_all(
     for _ in 0..connections {
         let mut connection = database.connection().await?;
         // Prepared before the clock starts, as in a worker.
-        sqlx::query(CLOSE_SQL)
+        sqlx::query(&*default_tables::rendered().close)
             .bind(Vec::<String>::new())
             .bind("alarm")
             .bind(true)
@@ -81,7 +81,7 @@ async fn close_all(
         closers.spawn(async move {
             let next = || batches.lock().unwrap_or_else(PoisonError::into_inner).pop();
             while let Some(batch) = next() {
-                sqlx::query(CLOSE_SQL)
+                sqlx::query(&*default_tables::rendered().close)
                     .bind(batch)
                     .bind("alarm")
                     .bind(true)

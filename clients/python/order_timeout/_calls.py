@@ -78,7 +78,9 @@ class Call(Generic[Answer]):
         return {f"p{number}": value for number, value in enumerate(self.values, 1)}
 
     def with_names(self, form: str) -> str:
-        return re.sub(r"\$(\d)", form, self.sql)
+        # A driver with %(name)s takes a single % for the beginning of a name.
+        sql = self.sql.replace("%", "%%") if form.startswith("%") else self.sql
+        return re.sub(r"\$(\d)", form, sql)
 
     def error(self, cause: BaseException) -> OrderTimeoutError:
         """The sentence for what the driver has raised."""
@@ -104,7 +106,6 @@ FIXES = {
     **dict.fromkeys(["57P01", "57P02", "57P03"], "the database is restarting; connect again and repeat it"),
     "25006": "this is a standby; connect to the primary",
     "25P02": "an earlier statement of this transaction has failed; roll it back first",
-    "22P02": "give the id as the orders table has it, a UUID",
     "23514": "choose a deadline before the year 9999, and a kind of a-z, 0-9 and _",
 }
 
@@ -160,10 +161,10 @@ def schedule(order_id: Id, deadline: datetime, kind: str, traceparent: Optional[
 # reads: `infinity`, for example, is not a datetime.
 _PARTS = (Path(__file__).parent / "deadline.sql").read_text("utf-8").partition("WITH ")[2].rpartition("\nSELECT ")
 _MOVE_SQL = "WITH " + _PARTS[0].replace("$2::timestamptz", "$2::text::timestamptz") + """
-SELECT CASE WHEN m.expires_at IS NULL THEN 'unchanged'
-            WHEN m.expires_at < coalesce(f.expires_at, 'infinity') THEN 'earlier' ELSE 'later' END,
-       f.status::text, to_char(coalesce(m.expires_at, f.expires_at) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US')
-FROM found f LEFT JOIN moved m ON true"""
+SELECT CASE WHEN m.deadline IS NULL THEN 'unchanged'
+            WHEN m.deadline < coalesce(d.deadline, 'infinity') THEN 'earlier' ELSE 'later' END,
+       d.status, to_char(coalesce(m.deadline, d.deadline) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US')
+FROM ot_decided d LEFT JOIN ot_moved m ON true"""
 
 
 def move_deadline(order_id: Id, deadline: datetime) -> Call[Moved]:

@@ -1,33 +1,36 @@
--- Changes the deadline of an unpaid order; an earlier deadline, and the first of an order without one, gets its own alarm.
---
---   $1 order_id text
---   $2 deadline timestamptz
---
---   status text, deadline timestamptz: the order's values before, infinity if it had no deadline; moved_to timestamptz: its deadline now, NULL if it
---   was not moved. No row: the order does not exist.
---
--- A later deadline needs no alarm: the alarm in flight finds that the order is not due, and waits for the new deadline.
-WITH found AS MATERIALIZED (
-    SELECT o.id, o.status, o.expires_at
-    FROM orders o
-    WHERE o.id = $1::text::uuid
-    FOR NO KEY UPDATE
+-- Changes the deadline of an open order of "orders". $1 text: its id; $2 timestamptz: its new deadline.
+WITH ot_asked AS MATERIALIZED (
+    SELECT CASE WHEN p.text_id LIKE '________-____-____-____-____________' AND p.text_id NOT LIKE '%-%-%-%-%-%' AND p.text_id !~ '[^-0-9a-fA-F]' THEN p.text_id::uuid END AS k1
+    FROM (SELECT $1::text AS text_id) AS p
 ),
-moved AS (
-    -- Uses the status that was read with the row lock. The status of the row itself would be the one from the
-    -- statement's start, and the lock may have waited for a session that made the order unpaid.
-    UPDATE orders o
-    SET expires_at = $2::timestamptz
-    WHERE o.id = (SELECT f.id FROM found f WHERE f.status = 'unpaid')
-    -- The value that was stored: a trigger may have refused the change.
-    RETURNING o.expires_at
+ot_locked AS MATERIALIZED (
+    SELECT o.* FROM "orders" AS o
+    WHERE o."id" = ANY (ARRAY(SELECT t.k1 FROM ot_asked t))
+    FOR NO KEY UPDATE OF o
 ),
-alarm AS (
-    -- In the same transaction: the alarm exists if and only if the new deadline does.
+ot_decided AS MATERIALIZED (
+    SELECT "orders"."id" AS k1,
+           CASE WHEN "orders"."expires_at" >= '0001-01-01 00:00:00+00'::timestamptz AND "orders"."expires_at" < '10000-01-01 00:00:00+00'::timestamptz THEN "orders"."expires_at" END AS deadline,
+           "orders"."status"::text AS status,
+           coalesce((status = 'unpaid'), false) AND (status = 'paid') IS NOT TRUE AS is_open
+    FROM ot_locked AS "orders"
+),
+ot_open AS MATERIALIZED (
+    SELECT d.k1 FROM ot_decided d WHERE d.is_open
+),
+ot_moved AS (
+    UPDATE "orders" AS "orders"
+    SET "expires_at" = $2::timestamptz
+    WHERE "orders"."id" = ANY (ARRAY(SELECT t.k1 FROM ot_open t))
+    RETURNING "orders"."expires_at" AS deadline
+),
+ot_alarm AS (
     INSERT INTO alarm_outbox (order_id, deadline)
-    SELECT f.id::text, m.expires_at
-    FROM found f, moved m
-    WHERE f.expires_at IS NULL OR m.expires_at < f.expires_at
+    SELECT d.k1::text, m.deadline
+    FROM ot_decided d, ot_moved m
+    WHERE d.deadline IS NULL OR m.deadline < d.deadline
 )
-SELECT f.status::text AS status, coalesce(f.expires_at, 'infinity') AS deadline, (SELECT m.expires_at FROM moved m) AS moved_to
-FROM found f
+SELECT d.status,
+       coalesce(d.deadline, 'infinity') AS deadline,
+       (SELECT m.deadline FROM ot_moved m) AS moved_to
+FROM ot_decided d

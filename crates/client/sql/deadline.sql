@@ -1,1 +1,1 @@
-../../../sql/deadline.sql
+../../../tests/fixtures/mapping/default_deadline.sql

@@ -235,7 +235,7 @@ pub async fn move_deadline(
     move_deadline_by(executor, DEADLINE_SQL, order_id, deadline).await
 }
 
-/// [`move_deadline`] by a statement with the parameters and columns of `sql/deadline.sql`, for a worker whose orders
+/// [`move_deadline`] by a statement with the parameters and columns of `default_deadline.sql`, for a worker whose orders
 /// are in another table.
 ///
 /// # Errors

@@ -204,7 +204,7 @@ impl Alarm {
     }
 }
 
-/// "This order was closed": the body of an event on `order.events`, version 1. `close.sql` writes it in the closing
+/// "This order was closed": the body of an event on `order.events`, version 1. The close statement writes it in the closing
 /// transaction; this type is how a consumer reads it. The AMQP `message_id` is the event's id: keep it to recognise a
 /// second delivery.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -219,7 +219,7 @@ pub struct OrderClosed {
     pub closed_at: Timestamp,
     /// The path that closed the order; every path closes it in the same way.
     pub closed_by: ClosedBy,
-    /// Why the order was closed; `sql/close.sql` writes `unpaid`.
+    /// Why the order was closed; that of the default tables is `unpaid`.
     pub reason: String,
 }
 

@@ -237,7 +237,7 @@ impl ClosedBy {
     }
 }
 
-/// What the close statement found for one order. The words are those of `close.sql`'s column `outcome`;
+/// What the close statement found for one order. The words are those of the column `outcome`;
 /// [`Outcome::Unknown`] is the absence of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -263,7 +263,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// The word in `close.sql`'s column `outcome`, in logs and in metric labels; that column never has `unknown`.
+    /// The word in the column `outcome`, in logs and in metric labels; that column never has `unknown`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -279,7 +279,7 @@ impl Outcome {
         }
     }
 
-    /// Reads the word in `close.sql`'s column `outcome`; `None` for a word the contract does not know.
+    /// Reads the word in the column `outcome`; `None` for a word the contract does not know.
     #[must_use]
     pub fn from_contract(word: &str) -> Option<Self> {
         Some(match word {

@@ -190,7 +190,7 @@ pub fn small_settings() -> Settings {
 pub fn alarms_alone(settings: &mut Settings) {
     let path = |file: &str| paths::repository().join(file).to_str().expect("a path in plain letters").to_owned();
     // Both or neither must be given; this one is the default statement.
-    settings.orders.close_sql = path("sql/close.sql");
+    settings.orders.close_sql = path("tests/fixtures/mapping/default_close.sql");
     settings.orders.overdue_sql = path("tests/fixtures/nothing_overdue.sql");
 }
 

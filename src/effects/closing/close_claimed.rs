@@ -26,7 +26,7 @@ pub const HOLD_CLAIMED_SQL: &str = include_str!("../../../sql/hold_claimed.sql")
 pub struct ClaimedKind {
     /// Its name.
     pub kind: Kind,
-    /// With the parameters of `sql/close.sql`.
+    /// With the parameters of a close statement (docs/OWN-SQL.md).
     pub close: String,
 }
 
@@ -92,7 +92,7 @@ pub(super) async fn close(
     waits: bool,
 ) -> Result<(Vec<EndedClaim>, Vec<String>), sqlx::Error> {
     let Held { claimed_by, ids, others } = hold(transaction, of, endings).await?;
-    // Rendered from the operator's configuration, or ours.
+    // Rendered from the operator's configuration, or from ours.
     let close = sqlx::query(AssertSqlSafe(of.close.clone())).bind(&ids).bind(&claimed_by).bind(waits).bind(true);
     let rows = close.fetch_all(&mut *transaction).await?;
     // Behind the close: what was due by then and is still there was kept by a trigger.

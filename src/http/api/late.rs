@@ -121,7 +121,7 @@ pub(in crate::http) async fn reopen_order(
     id: i64,
     operator: &Operator,
 ) -> Result<ReopenedOrder, Problem> {
-    if !shared.settings.has_default_orders(&Kind::ORDER) {
+    if !shared.settings.has_built_in_table(&Kind::ORDER) {
         let why = "only orders of the default table can be reopened, and the settings name another; settle the payment as due to be given back, or reopen the order yourself";
         return Err(Problem::new(StatusCode::CONFLICT, why));
     }

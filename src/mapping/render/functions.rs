@@ -6,8 +6,15 @@
 use std::collections::BTreeMap;
 
 use super::{
-    MappingError, Parts, StockColumns, among, as_numbered, ended, ids, literal, name, numbered, step, stock_update,
+    LEAVES_OPEN, MappingError, NOW, PATH, Parts, StockColumns, among, among_those, as_numbered, ended, ids, literal,
+    name, numbered, step, stock_update,
 };
+
+/// Orders that are claimed now. Looked up in a hash table, and no join: the planner expects a few rows.
+const TO_CLAIM: &str = " WHERE NOT $4::boolean AND (t.order_id IN (SELECT q.order_id FROM ot_to_ask q)) IS TRUE";
+
+/// A row that is open again was claimed before, and a person has opened it: this is a new claim.
+const NEW_CLAIM: &str = "DO UPDATE\n        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,\n            claimed_at = excluded.claimed_at, queue = excluded.queue,\n            step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,\n            next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,\n            unresolved_reason = NULL, unresolved_at = NULL";
 
 /// A function of a kind, as `adopt --install` creates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,16 +56,25 @@ impl Parts<'_> {
         if !self.claims() {
             return String::new();
         }
+        let is_closing = match self.table.closing {
+            Some(_) => format!(",\n           coalesce({}, false) AS is_closing", self.is_closing()),
+            None => String::new(),
+        };
         let alias = self.alias();
-        format!(
-            ",\n           coalesce({}, false) AS is_closing,\n           {} AS order_id",
-            self.is_closing(),
-            ids::print(&self.id_columns(&alias))
-        )
+        let has_parts = match self.facts.counted {
+            Some(column) => format!(",\n           {alias}.{} IS NOT NULL AS has_parts", name(column)),
+            None => String::new(),
+        };
+        format!("{is_closing}{has_parts},\n           {} AS order_id", ids::print(&self.id_columns(&alias)))
+    }
+
+    /// Whether the row of `ot_decided` is open, or claimed.
+    pub(super) fn is_open_or_claimed(&self) -> &'static str {
+        if self.table.closing.is_some() { "(d.is_open OR d.is_closing)" } else { "d.is_open" }
     }
 
     /// Whether the row says that its provider is asked.
-    fn is_closing(&self) -> String {
+    pub(super) fn is_closing(&self) -> String {
         self.table.closing.as_ref().map_or_else(|| "false".to_owned(), |closing| self.has_values(closing))
     }
 
@@ -66,7 +82,7 @@ impl Parts<'_> {
     fn has_values(&self, columns: &BTreeMap<String, String>) -> String {
         let alias = self.alias();
         let has = columns.iter().map(|(column, value)| match value.as_str() {
-            "now" => format!("{alias}.{} IS NOT NULL", name(column)),
+            NOW | PATH => format!("{alias}.{} IS NOT NULL", name(column)),
             value => format!("{alias}.{} = {}", name(column), literal(value)),
         });
         format!("({})", has.collect::<Vec<_>>().join(" AND "))
@@ -84,89 +100,117 @@ impl Parts<'_> {
             )]);
         }
         let kind = self.kind_literal();
-        Ok(vec![
+        let (is_due, claimed) = match self.table.closing {
+            Some(_) => ("CASE WHEN d.is_closing THEN $4::boolean ELSE d.is_open END", None),
+            // Without a status of its own: another worker has them, even if its provider has said meanwhile that no attempt
+            // is open.
+            None => (
+                "d.is_open",
+                Some(format!(
+                    "SELECT c.order_id FROM close_attempts c\n    WHERE NOT $4::boolean AND c.kind || '' = {kind} AND c.order_id = ANY (ARRAY(SELECT o.order_id FROM ot_overdue o))"
+                )),
+            ),
+        };
+        let not_claimed = match claimed {
+            Some(_) => "\n      AND d.order_id NOT IN (SELECT c.order_id FROM ot_claimed c)",
+            None => "",
+        };
+        let mut steps = vec![
             step(
                 "ot_overdue AS MATERIALIZED",
                 &format!(
-                    "SELECT {keys}, d.order_id FROM ot_decided d\n    WHERE (d.is_open OR $4::boolean AND d.is_closing) AND NOT d.is_paid\n      AND d.deadline <= (SELECT m.now FROM ot_moment m)"
+                    "SELECT {keys}, d.order_id FROM ot_decided d\n    WHERE {is_due} AND NOT d.is_paid\n      AND d.deadline <= (SELECT m.now FROM ot_moment m)"
                 ),
             ),
+            // Whatever this worker's settings are: one that cannot ask leaves the order to one that can.
             step(
                 "ot_to_ask AS MATERIALIZED",
                 &format!(
                     "SELECT q.order_id, q.provider FROM orders_to_ask_about(ARRAY(SELECT o.order_id FROM ot_overdue o), {kind}) q"
                 ),
             ),
-            // Another worker has them, even if its provider has said meanwhile that no attempt is open.
-            step(
-                "ot_claimed AS MATERIALIZED",
-                &format!(
-                    "SELECT c.order_id FROM close_attempts c\n    WHERE NOT $4::boolean AND c.kind || '' = {kind} AND c.order_id = ANY (ARRAY(SELECT o.order_id FROM ot_overdue o))"
-                ),
+        ];
+        steps.extend(claimed.map(|claimed| step("ot_claimed AS MATERIALIZED", &claimed)));
+        steps.push(step(
+            "ot_due AS MATERIALIZED",
+            &format!(
+                "SELECT {keys} FROM ot_overdue d\n    WHERE d.order_id NOT IN (SELECT q.order_id FROM ot_to_ask q){not_claimed}"
             ),
-            step(
-                "ot_due AS MATERIALIZED",
-                &format!(
-                    "SELECT {keys} FROM ot_overdue d\n    WHERE d.order_id NOT IN (SELECT q.order_id FROM ot_to_ask q)\n      AND d.order_id NOT IN (SELECT c.order_id FROM ot_claimed c)"
-                ),
-            ),
-        ])
+        ));
+        Ok(steps)
     }
 
-    /// The steps that claim orders and make part payments of closed ones late money, and the outcomes of claimed orders.
-    pub(super) fn claim_steps(&self, is_closed: &str) -> Result<(Vec<String>, String), MappingError> {
+    /// The steps that claim orders, and the outcomes of claimed orders.
+    pub(super) fn claim_steps(&self) -> Result<(Vec<String>, &'static str), MappingError> {
         if !self.claims() {
-            return Ok((Vec::new(), String::new()));
+            return Ok((Vec::new(), ""));
         }
-        let kind = self.kind_literal();
+        let Some(closing) = &self.table.closing else {
+            let claim =
+                self.claim("NOT $4::boolean AND q.order_id NOT IN (SELECT c.order_id FROM ot_claimed c)", "DO NOTHING");
+            let outcomes = "\n           WHEN d.order_id IN (SELECT c.order_id FROM ot_claim c) THEN 'claimed'\n           WHEN d.order_id IN (SELECT c.order_id FROM ot_claimed c)\n               OR d.order_id IN (SELECT q.order_id FROM ot_to_ask q) THEN 'closing'";
+            return Ok((vec![claim], outcomes));
+        };
+        let steps = vec![
+            step("ot_closing", &self.closing_update(closing)?),
+            self.claim("q.order_id IN (SELECT c.order_id FROM ot_closing c)", NEW_CLAIM),
+        ];
+        let outcomes = "\n           WHEN d.order_id IN (SELECT c.order_id FROM ot_claim c) THEN 'claimed'\n           WHEN d.is_closing AND (NOT $4::boolean OR d.order_id IN (SELECT q.order_id FROM ot_to_ask q)) THEN 'closing'";
+        Ok((steps, outcomes))
+    }
+
+    /// No worker has the order yet: those with its provider take it over (`sql/resume_closing.sql`). In one order, because a
+    /// row of an earlier claim may be locked.
+    fn claim(&self, which: &str, if_there_is_one: &str) -> String {
         let setting = |setting: &str| format!("(SELECT nullif(current_setting('order_timeout.{setting}', true), ''))");
-        let mut steps = vec![step(
+        step(
             "ot_claim",
             &format!(
-                "INSERT INTO close_attempts (kind, order_id, claimed_by, who, why, queue, next_attempt_at)\n    SELECT {kind}, q.order_id, $2::text, {}, {}, q.provider, (SELECT m.now FROM ot_moment m)\n    FROM ot_to_ask q\n    WHERE NOT $4::boolean AND q.order_id NOT IN (SELECT c.order_id FROM ot_claimed c)\n    ORDER BY q.order_id\n    ON CONFLICT (order_id, kind) DO NOTHING\n    RETURNING order_id",
+                "INSERT INTO close_attempts (kind, order_id, claimed_by, who, why, queue, next_attempt_at)\n    SELECT {}, q.order_id, $2::text, {}, {}, q.provider, (SELECT m.now FROM ot_moment m)\n    FROM ot_to_ask q\n    WHERE {which}\n    ORDER BY q.order_id\n    ON CONFLICT (kind, order_id) {if_there_is_one}\n    RETURNING order_id",
+                self.kind_literal(),
                 setting("who"),
                 setting("why"),
             ),
-        )];
-        if let Some(closing) = &self.table.closing {
-            let alias = self.alias();
-            steps.push(step(
-                "ot_claiming AS MATERIALIZED",
-                &format!(
-                    "SELECT {} FROM ot_overdue d WHERE d.order_id IN (SELECT c.order_id FROM ot_claim c)",
-                    self.keys("d.k")
-                ),
-            ));
-            steps.push(step(
-                "ot_closing",
-                &format!(
-                    // The cast fails with this text, as in the close.
-                    "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING CASE WHEN ({}) IS TRUE THEN ('kinds.{}.table.closing makes the order paid; set there what paid does not test. Order ' || {})::integer END AS ot_paid",
-                    self.orders(),
-                    self.assignments("closing", closing)?,
-                    among(&self.id_columns(&alias), "ot_claiming", "k"),
-                    ended(&self.table.paid),
-                    self.words.kind,
-                    ids::print(&self.id_columns(&alias)),
-                ),
-            ));
-        }
-        // The function reads with a snapshot of its own, so that a part that was reported under the lock of the row is seen.
-        steps.push(step(
-            "ot_parts AS MATERIALIZED",
-            &format!(
-                "SELECT release_parts_of(ARRAY(SELECT d.order_id FROM ot_decided d WHERE ({is_closed}) IS TRUE), {kind})"
-            ),
-        ));
-        let outcomes = "\n           WHEN d.order_id IN (SELECT c.order_id FROM ot_claim c) THEN 'claimed'\n           WHEN d.is_closing AND NOT $4::boolean OR d.order_id IN (SELECT c.order_id FROM ot_claimed c)\n               OR d.order_id IN (SELECT q.order_id FROM ot_to_ask q) THEN 'closing'";
-        Ok((steps, outcomes.to_owned()))
+        )
     }
 
-    /// A condition that leaves out claimed orders: the closing protocol has them. Looked up in a hash table.
+    /// So that a payment that locks the row sees the claim and can refuse. The order keeps its stock. The casts fail with these
+    /// texts, as in the close.
+    fn closing_update(&self, closing: &BTreeMap<String, String>) -> Result<String, MappingError> {
+        let (alias, kind) = (self.alias(), &self.words.kind);
+        let id = ids::print(&self.id_columns(&alias));
+        Ok(format!(
+            "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {id} AS order_id,\n        CASE WHEN ({}) IS TRUE THEN ('kinds.{kind}.table.closing makes the order paid; set there what paid does not test. Order ' || {id})::integer\n             WHEN ({}) IS TRUE THEN ('kinds.{kind}.table.closing {LEAVES_OPEN}; set there what open tests. Order ' || {id})::integer END AS ot_wrong",
+            self.orders(),
+            self.assignments("closing", closing)?,
+            among_those(&self.id_columns(&alias), "ot_overdue", "k", TO_CLAIM),
+            ended(&self.table.paid),
+            ended(&self.table.open),
+        ))
+    }
+
+    /// The step that makes part payments of closed orders late money. The function reads with a snapshot of its own, so that a
+    /// part that was reported under the lock of the row is seen. It is not called for a row that says that it has none.
+    pub(super) fn parts_step(&self, is_closed: &str) -> Option<String> {
+        let kind = self.kind_literal();
+        let released = match self.facts.counted {
+            Some(_) => format!(
+                "SELECT release_part_payments(d.order_id, {kind}) FROM ot_decided d\n    WHERE d.has_parts AND ({is_closed}) IS TRUE"
+            ),
+            None => format!(
+                "SELECT release_parts_of(ARRAY(SELECT d.order_id FROM ot_decided d WHERE ({is_closed}) IS TRUE), {kind})"
+            ),
+        };
+        self.claims().then(|| step("ot_parts AS MATERIALIZED", &released))
+    }
+
+    /// A condition that leaves out claimed orders: the closing protocol has them. Looked up in a hash table. With a status of
+    /// their own they are not open.
     pub(super) fn is_unclaimed(&self) -> Option<String> {
         let (id, kind) = (ids::print(&self.id_columns(&self.alias())), self.kind_literal());
         let claimed = format!("SELECT c.order_id FROM close_attempts c WHERE c.kind = {kind}");
-        self.claims().then(|| format!("(({id}) IN ({claimed})) IS NOT TRUE"))
+        let is_needed = self.claims() && self.table.closing.is_none();
+        is_needed.then(|| format!("(({id}) IN ({claimed})) IS NOT TRUE"))
     }
 
     /// The functions of the kind; none without `pay`.
@@ -206,7 +250,7 @@ impl Parts<'_> {
     }
 
     /// The ids of `$1` as the step `ot_asked`.
-    fn asked(&self, texts: &str) -> String {
+    pub(super) fn asked(&self, texts: &str) -> String {
         let parts = self.with_parts(texts);
         step(
             "ot_asked AS MATERIALIZED",

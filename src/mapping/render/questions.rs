@@ -17,6 +17,8 @@ pub struct Questions {
     pub row: String,
     /// The same, of an order whose row no other session holds.
     pub free_row: String,
+    /// The transaction that has last locked or changed one order's row, as text. `$1` text: its id.
+    pub last_transaction: String,
     /// How many of the open orders that are not paid have a deadline that no order can have, one of these deadlines as
     /// Postgres prints it, and how many have an id that no message can carry.
     pub unusable: String,
@@ -57,6 +59,7 @@ impl<'a> Parts<'a> {
         Ok(Questions {
             row: self.row(""),
             free_row: self.row("\n    FOR NO KEY UPDATE SKIP LOCKED"),
+            last_transaction: self.last_transaction(),
             unusable: self.unusable(),
             overdue: self.count_overdue(),
             due: self.due(reserved.as_ref()),
@@ -83,27 +86,31 @@ impl<'a> Parts<'a> {
     fn row(&self, lock: &str) -> String {
         let (orders, alias) = (self.orders(), self.alias());
         format!(
-            "WITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_row AS MATERIALIZED (\n    SELECT CASE WHEN {paid} THEN 'paid' WHEN {open} THEN 'unpaid' ELSE 'closed' END AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
+            "WITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_row AS MATERIALIZED (\n    SELECT {status} AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
             parsed = as_numbered(&self.parsed(self.part_text()), "k"),
             parts = self.with_parts("SELECT $1::text AS text_id"),
-            paid = format_args!("({})", ended(&self.table.paid)),
-            open = format_args!("({})", ended(&self.table.open)),
+            status = self.status(),
             deadline = self.deadline,
             asked = among(&self.id_columns(&alias), "ot_asked", "k"),
             malformed = self.is_malformed(),
         )
     }
 
+    fn last_transaction(&self) -> String {
+        format!(
+            "WITH {}\nSELECT o.xmax::text FROM {} AS o WHERE {}",
+            self.asked("SELECT $1::text AS text_id"),
+            self.orders(),
+            among(&self.id_columns("o"), "ot_asked", "k"),
+        )
+    }
+
     fn unusable(&self) -> String {
-        let (orders, alias, deadline, is_unpaid) = (self.orders(), self.alias(), &self.deadline, self.is_unpaid());
+        let (orders, alias, deadline, is_unpaid) = (self.orders(), self.alias(), &self.deadline, self.is_unpaid(" "));
         let (id, is_unusable) = (ids::print(&self.id_columns(&alias)), is_unusable("f.id"));
         format!(
             "SELECT count(*) FILTER (WHERE f.is_never), min(f.deadline::text) FILTER (WHERE f.is_never),\n       count(*) FILTER (WHERE {is_unusable})\nFROM (\n    SELECT {id} AS id, {deadline} AS deadline, {deadline} < {FIRST_DEADLINE} OR {deadline} >= {AFTER_LAST_DEADLINE} AS is_never\n    FROM {orders} AS {alias} WHERE {is_unpaid}\n) f"
         )
-    }
-
-    fn is_unpaid(&self) -> String {
-        format!("({}) AND ({}) IS NOT TRUE", ended(&self.table.open), ended(&self.table.paid))
     }
 
     fn why_no_money(&self) -> Option<String> {
@@ -120,7 +127,7 @@ impl<'a> Parts<'a> {
     /// Orders that can be closed: open, not paid, and with an id that a message can carry, which a number or a UUID is.
     fn is_told(&self) -> String {
         let is_text = |kind: &ColumnType| !["int2", "int4", "int8", "uuid"].contains(&kind.base.as_str());
-        let is_unpaid = self.is_unpaid();
+        let is_unpaid = self.is_unpaid(" ");
         let is_unclaimed = self.is_unclaimed().map_or_else(String::new, |unclaimed| format!("\n      AND {unclaimed}"));
         if !self.id.iter().any(|(_, kind)| is_text(kind)) {
             return is_unpaid + &is_unclaimed;

@@ -253,9 +253,9 @@ fn delays(settings: &Settings) -> Delays {
     // Two workers that close a kind in different tables: each would close orders that the other one's alarms name.
     let orders = settings.served_kinds().into_iter().map(|kind| {
         let place = match settings.orders_of(&kind) {
+            Some(OrdersOf::Table(table)) if table.is_built_in => "the default tables".to_owned(),
             Some(OrdersOf::Table(table)) => format!("the table {}", table.table),
             Some(OrdersOf::Statements { .. }) => "statements of its own".to_owned(),
-            Some(OrdersOf::DefaultTables) => "the default tables".to_owned(),
             Some(OrdersOf::Handler) => "a handler of its own".to_owned(),
             None => "none".to_owned(),
         };

@@ -178,7 +178,7 @@ impl Schema {
     #[must_use]
     pub fn new(settings: &Settings) -> Self {
         let kinds = settings.served_kinds();
-        let is_ours = kinds.iter().any(|kind| settings.has_default_orders(kind));
+        let is_ours = kinds.iter().any(|kind| settings.has_built_in_table(kind));
         let (mut tables, mut indexes, mut functions) = (ALWAYS.to_vec(), INDEXES_ALWAYS.to_vec(), Vec::new());
         let has_reminders = |kind| !settings.reminders_of(kind).is_empty();
         if kinds.iter().any(has_reminders) {

@@ -87,13 +87,13 @@ impl Check<'_> {
         let (kind, orders) = (self.kind, self.settings.orders_of(self.kind));
         let key = match (name, orders) {
             (name, _) if name.starts_with("sweep.") => name.to_owned(),
+            (_, Some(OrdersOf::Table(table))) if table.is_built_in => "the default tables".to_owned(),
             ("", Some(OrdersOf::Table(_))) => format!("kinds.{kind}.table"),
             (name, Some(OrdersOf::Table(_))) => key_of(kind, name),
             ("deadline" | "open", Some(OrdersOf::Statements { .. })) => {
                 orders_statements::statement_setting(kind, "overdue_sql")
             }
             (_, Some(OrdersOf::Statements { .. })) => orders_statements::statement_setting(kind, "close_sql"),
-            (_, Some(OrdersOf::DefaultTables)) => "the default tables".to_owned(),
             (_, Some(OrdersOf::Handler) | None) => format!("kinds.{kind}"),
         };
         let file = self.settings.kinds.get(kind).and_then(|kind| kind.origin.clone());

@@ -17,7 +17,7 @@ use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, adoption, one_line};
 
 pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kind, checks: &mut Checks) {
-    let is_own = !settings.has_default_orders(kind);
+    let is_own = !settings.has_built_in_table(kind);
     let names_zone = settings.table_of(kind).is_some_and(|table| table.time_zone.is_some());
     if is_own && !names_zone && database.assumes_time_zone() {
         checks.warning(

@@ -94,7 +94,8 @@ async fn kind_without_worker_is_found(stack: &Stack) {
     let mut of_kind = settings.clone();
     let path = |file: &str| repository().join(file).to_str().unwrap().to_owned();
     let entry = of_kind.kinds.get_mut(&kind).unwrap();
-    (entry.close_sql, entry.overdue_sql) = (path("sql/close.sql"), path("tests/fixtures/nothing_overdue.sql"));
+    (entry.close_sql, entry.overdue_sql) =
+        (path("tests/fixtures/mapping/default_close.sql"), path("tests/fixtures/nothing_overdue.sql"));
     of_kind.worker.kinds = vec![kind.clone()];
     let other = RunningWorker::start(of_kind).await;
     wait_for("its worker", async || report().await.problems().next().is_none()).await;

@@ -51,7 +51,7 @@ impl Ends {
 }
 
 impl World {
-    /// What `sql/close.sql` does with an order that is unpaid and due and has an attempt that may bring money.
+    /// What `default_close.sql` does with an order that is unpaid and due and has an attempt that may bring money.
     pub(super) fn claim(&mut self, order_id: &OrderId, by: ClosedBy, now: Timestamp) {
         let row = self.rows.get_mut(order_id).expect("it was looked at");
         row.status = Status::Closing;

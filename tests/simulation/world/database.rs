@@ -178,7 +178,7 @@ impl World {
         Some((order_id.clone(), Ok(CloseOutcome { outcome, deadline: Some(row.deadline) })))
     }
 
-    /// What `sql/close.sql` does; or, with `read`, acts on what was read before, whatever has happened since.
+    /// What `default_close.sql` does; or, with `read`, acts on what was read before, whatever has happened since.
     fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, CloseResult>>) -> HashMap<OrderId, CloseResult> {
         let (now, mut results) = (self.database_time(), HashMap::new());
         let closes_unasked = self.mutant == Mutant::ClosesUnasked;
@@ -237,7 +237,7 @@ impl World {
         });
     }
 
-    /// What `sql/overdue.sql` does.
+    /// What `default_overdue.sql` does.
     pub(super) fn overdue(&mut self, page: &SweepPage) -> SweptPage {
         let key = |overdue: &Overdue| (overdue.deadline, overdue.order_id.as_str().to_owned());
         let after = page.after.as_ref().map(|place| (place.deadline, place.id.clone()));
