@@ -62,7 +62,8 @@ holders AS (
            concat_ws(' of role ', nullif(a.application_name, ''), a.usename) AS of,
            coalesce(bool_or(l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.transactionid::text = $2), false)
                AS holds_row,
-           bool_or(l.locktype = 'relation' AND l.relation = ANY (ARRAY(SELECT to_regclass(t)::oid FROM unnest($1::text[]) AS t))
+           bool_or(l.locktype = 'relation' AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+               AND l.relation = ANY (ARRAY(SELECT to_regclass(t)::oid FROM unnest($1::text[]) AS t))
                AND l.mode <> 'AccessShareLock') AS holds_table
     FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
     LEFT JOIN prepared p ON l.pid IS NULL AND l.virtualtransaction = p.virtualtransaction
