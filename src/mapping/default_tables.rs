@@ -68,6 +68,7 @@ fn facts() -> Facts {
             (relation("order_resources", ORDER_RESOURCES), relation("reserved_resources", RESERVED_RESOURCES)),
         ],
         consume: Vec::new(),
+        keeps_stock: true,
         status: Some("status"),
         counted: Some("received_minor"),
         money_fault: None,

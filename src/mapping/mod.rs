@@ -114,6 +114,8 @@ pub struct Facts {
     pub give_back: Vec<(Relation, Relation)>,
     /// For each `consume`, likewise.
     pub consume: Vec<(Relation, Relation)>,
+    /// Whether foreign keys keep each stock row that an item names. Looked up nowhere: only of the default tables it is known.
+    pub keeps_stock: bool,
     /// The column whose word is an order's status, which only the default table has.
     pub status: Option<&'static str>,
     /// The column that counts what payments have paid of an order, which only the default table has; NULL if nothing.

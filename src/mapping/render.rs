@@ -305,12 +305,20 @@ impl<'a> Parts<'a> {
         ];
         let keys = numbered("i.s", stock_key.len());
         let same: Vec<String> = stock_key.iter().zip(&keys).map(|(column, key)| format!("{column} = {key}")).collect();
+        let is_there = match self.facts.keeps_stock {
+            true => String::new(),
+            false => {
+                format!(
+                    "\n      AND (SELECT count(*) FROM {} AS s WHERE {}) > 0",
+                    stock.qualified(),
+                    same.join(" AND ")
+                )
+            }
+        };
         let busy = format!(
-            "SELECT {} FROM ot_items_{number} i\n    WHERE NOT $3::boolean AND NOT {}\n      AND (SELECT count(*) FROM {} AS s WHERE {}) > 0",
+            "SELECT {} FROM ot_items_{number} i\n    WHERE NOT $3::boolean AND NOT {}{is_there}",
             self.keys("i.k"),
             among_rows(&keys, &format!("ot_stock_free_{number}"), "s"),
-            stock.qualified(),
-            same.join(" AND "),
         );
         Ok((locks, busy))
     }

@@ -80,7 +80,16 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     for (index, also) in table.also.iter().enumerate() {
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
-    Ok(Facts { orders, deadline_type, give_back, consume, status: None, counted: None, money_fault })
+    Ok(Facts {
+        orders,
+        deadline_type,
+        give_back,
+        consume,
+        keeps_stock: false,
+        status: None,
+        counted: None,
+        money_fault,
+    })
 }
 
 /// The items and the stock of a `give_back` or of a `consume`.
