@@ -4,12 +4,15 @@
 //! (`src/operations/orders_statements.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::time::Duration;
 
 use order_timeout_core::delay::{KindLanes, Lane};
 use order_timeout_core::duration;
 use order_timeout_core::kind::Kind;
-use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, MapAccess, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer};
 
 use super::{Settings, SettingsError};
 use crate::mapping::{KindWords, default_tables, predicate};
@@ -344,8 +347,8 @@ pub struct TableSettings {
     pub currency: Option<String>,
     /// How many decimal places of `amount` make the currency's smallest unit; without it, `amount` counts that unit.
     pub minor_units: Option<u8>,
-    /// What a closed order's columns are set to: a value, `now`, or `path` for what has closed it.
-    pub close: BTreeMap<String, String>,
+    /// What becomes of a closed order's row.
+    pub close: CloseSettings,
     /// What the columns of an order are set to while its providers are asked; without it, it stays open meanwhile.
     pub closing: Option<BTreeMap<String, String>>,
     /// What a paid order's columns are set to. Needed where payments are reported, or providers are asked.
@@ -362,6 +365,55 @@ pub struct TableSettings {
     /// Whether it is that of the default tables, which no file can say.
     #[serde(skip)]
     pub is_built_in: bool,
+}
+
+/// What becomes of a closed order's row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CloseSettings {
+    /// Its columns are set: each to a value, to `now`, or to `path` for what has closed it.
+    Set(BTreeMap<String, String>),
+    /// It goes: the row is a hold.
+    Delete,
+}
+
+/// Not by a derived choice of variants, which would take no number for the text that Postgres reads.
+impl<'de> Deserialize<'de> for CloseSettings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ColumnsOrDelete;
+
+        impl<'de> Visitor<'de> for ColumnsOrDelete {
+            type Value = CloseSettings;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("columns and values, such as { status = \"closed\" }, or \"delete\"")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, columns: A) -> Result<Self::Value, A::Error> {
+                BTreeMap::deserialize(MapAccessDeserializer::new(columns)).map(CloseSettings::Set)
+            }
+
+            fn visit_str<E: de::Error>(self, word: &str) -> Result<Self::Value, E> {
+                if word == "delete" {
+                    Ok(CloseSettings::Delete)
+                } else {
+                    Err(E::invalid_value(Unexpected::Str(word), &self))
+                }
+            }
+        }
+
+        deserializer.deserialize_any(ColumnsOrDelete)
+    }
+}
+
+impl CloseSettings {
+    /// The columns that are set; `None` if the row goes.
+    #[must_use]
+    pub const fn columns(&self) -> Option<&BTreeMap<String, String>> {
+        match self {
+            Self::Set(columns) => Some(columns),
+            Self::Delete => None,
+        }
+    }
 }
 
 /// Stock that closed orders give back, or that paid orders consume.
@@ -446,7 +498,7 @@ impl TableSettings {
             require_text("time_zone", zone)?;
         }
         self.validate_money()?;
-        let changes = [("close", Some(&self.close)), ("closing", self.closing.as_ref()), ("pay", self.pay.as_ref())];
+        let changes = [("close", self.close.columns()), ("closing", self.closing.as_ref()), ("pay", self.pay.as_ref())];
         for (name, columns) in changes {
             if columns.is_some_and(BTreeMap::is_empty) {
                 let why = "is empty; write the columns that it changes, such as { status = \"closed\" }";
@@ -481,7 +533,7 @@ impl TableSettings {
             consume.validate(self.id.0.len()).map_err(|(name, why)| (format!("consume[{index}].{name}"), why))?;
         }
         for (column, value) in self.closing.iter().flatten() {
-            let ends = [("close", Some(&self.close)), ("pay", self.pay.as_ref())];
+            let ends = [("close", self.close.columns()), ("pay", self.pay.as_ref())];
             let is_left = |set: &BTreeMap<String, String>| set.get(column).is_none_or(|end| end == value);
             if let Some((name, _)) = ends.into_iter().find(|(_, set)| set.is_some_and(is_left)) {
                 let why = format!(

@@ -13,7 +13,7 @@ use super::{
     AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, RelationKind,
     TableSettings, deadline_column, ids, predicate,
 };
-use crate::config::kinds::GiveBackSettings;
+use crate::config::kinds::{CloseSettings, GiveBackSettings};
 
 pub use functions::PaymentFunction;
 pub use questions::Questions;
@@ -249,13 +249,20 @@ impl<'a> Parts<'a> {
         }
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
+        let is_there = among_rows(&numbered("a.k", count), "ot_there", "k");
+        // A row that goes when its order is closed, paid or cancelled is missed by no alarm.
+        let (gone, is_known) = match self.table.close {
+            CloseSettings::Set(_) => (String::new(), format!("{malformed} OR {is_there}")),
+            CloseSettings::Delete => {
+                (format!("\n           WHEN NOT {is_there} THEN 'already_closed'"), "true".to_owned())
+            }
+        };
         Ok(format!(
-            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {}){without_stock_to_wait_for}",
+            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'{gone}\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({is_known}){without_stock_to_wait_for}",
             steps.join(",\n"),
             is_closed("a.k"),
             self.is_open_or_claimed(),
             join.join(" AND "),
-            among_rows(&numbered("a.k", count), "ot_there", "k"),
             without_stock_to_wait_for = match (self.table.give_back.is_empty(), self.claims()) {
                 (false, _) => String::new(),
                 // So that every step is run, and the parameter has a type.
@@ -326,8 +333,13 @@ impl<'a> Parts<'a> {
     /// `has_stock`: a condition on `t`, the orders that are due.
     fn close_update(&self, has_stock: &str) -> Result<String, MappingError> {
         let alias = self.alias();
-        let set = self.assignments("close", &self.table.close)?;
+        let is_due = among_those(&self.id_columns(&alias), "ot_due", "k", has_stock);
         let mut returning: Vec<String> = self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect();
+        let Some(columns) = self.table.close.columns() else {
+            let (orders, returning) = (self.orders(), returning.join(", "));
+            return Ok(format!("DELETE FROM {orders} AS {alias}\n    WHERE {is_due}\n    RETURNING {returning}"));
+        };
+        let set = self.assignments("close", columns)?;
         // An order that is still open would be found and closed again, and its stock be given back each time. The cast
         // fails with this text as the error, and takes the whole close back. Not a constant, which would fail when the
         // statement is planned.
@@ -341,7 +353,7 @@ impl<'a> Parts<'a> {
             "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {}",
             self.orders(),
             set,
-            among_those(&self.id_columns(&alias), "ot_due", "k", has_stock),
+            is_due,
             returning.join(", ")
         ))
     }
@@ -555,7 +567,7 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
         Some(column) => format!("{}.{}", name(&facts.orders.name), name(column)),
         None => format!("({})", ended(&table.deadline)),
     };
-    let set = [Some(&table.close), table.closing.as_ref(), table.pay.as_ref()];
+    let set = [table.close.columns(), table.closing.as_ref(), table.pay.as_ref()];
     let uses_zone = set.into_iter().flatten().flatten().any(|(column, value)| {
         value == NOW && facts.orders.columns.get(column).is_some_and(|kind| ZONELESS.contains(&kind.base.as_str()))
     });

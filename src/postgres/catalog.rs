@@ -167,7 +167,7 @@ async fn require_values(
     table: &TableSettings,
     orders: &Relation,
 ) -> Result<(), CatalogError> {
-    let settings = [("close", Some(&table.close)), ("closing", table.closing.as_ref()), ("pay", table.pay.as_ref())];
+    let settings = [("close", table.close.columns()), ("closing", table.closing.as_ref()), ("pay", table.pay.as_ref())];
     let mut written = Vec::new();
     for (setting, columns) in settings {
         written.extend(columns.into_iter().flatten().map(|(column, value)| (setting, column, value)));

@@ -78,6 +78,9 @@ async fn lacking(
 /// The tables of a mapping as they are written there, and the rights that its statements need on them.
 fn needed(table: &TableSettings) -> Vec<(String, Vec<&'static str>)> {
     let mut needed = vec![(table.table.clone(), vec!["SELECT", "UPDATE"])];
+    if table.close.columns().is_none() {
+        needed[0].1.push("DELETE");
+    }
     for give_back in table.give_back.iter().chain(&table.consume) {
         needed.push((give_back.items.clone(), vec!["SELECT"]));
         needed.push((give_back.stock.clone(), vec!["SELECT", "UPDATE"]));

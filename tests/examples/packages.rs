@@ -16,7 +16,10 @@ use crate::{amqp_url, database_url, root};
 fn packages_have_the_deadline_statement() {
     for copy in ["clients/python/order_timeout/deadline.sql", "clients/node/deadline.sql"] {
         let copied = std::fs::read_to_string(root().join(copy)).unwrap();
-        assert!(copied == include_str!("../../crates/client/sql/deadline.sql"), "{copy} is another; copy crates/client/sql/deadline.sql there");
+        assert!(
+            copied == include_str!("../../crates/client/sql/deadline.sql"),
+            "{copy} is another; copy crates/client/sql/deadline.sql there"
+        );
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use order_timeout::Settings;
-use order_timeout::config::kinds::{KindSettings, Names as Columns, TableSettings};
+use order_timeout::config::kinds::{CloseSettings, KindSettings, Names as Columns, TableSettings};
 use order_timeout::http::READYZ;
 use order_timeout_amqp::envelope::{self, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
@@ -40,7 +40,7 @@ pub(crate) fn mapped(settings: &mut Settings, name: &str) {
         amount: None,
         currency: None,
         minor_units: None,
-        close: [(text("state"), text("closed")), (text("closed_at"), text("now"))].into(),
+        close: CloseSettings::Set([(text("state"), text("closed")), (text("closed_at"), text("now"))].into()),
         closing: None,
         pay: None,
         consume: vec![],

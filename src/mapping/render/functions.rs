@@ -276,7 +276,8 @@ impl Parts<'_> {
                 paid = ended(&self.table.paid),
                 is_closing = self.is_closing(),
                 open = ended(&self.table.open),
-                is_closed = self.has_values(&self.table.close),
+                is_closed =
+                    self.table.close.columns().map_or_else(|| "false".to_owned(), |close| self.has_values(close)),
                 deadline = self.usable_deadline(),
                 money = self.money(),
             )

@@ -188,7 +188,7 @@ fn times_without_zone_need_one() {
 #[test]
 fn moment_needs_column_for_times() {
     let (mut table, facts) = (table("mall"), facts("mall"));
-    table.close.insert("status".into(), "now".into());
+    table.close = CloseSettings::Set([("status".to_owned(), "now".to_owned())].into());
     assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "close.status");
 }
 

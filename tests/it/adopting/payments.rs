@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use order_timeout::config::kinds::CloseSettings;
 use order_timeout::operations::orders_statements;
 use order_timeout::postgres::Database;
 
@@ -79,7 +80,7 @@ fn close_that_leaves_order_open_fails() {
             map(settings, "ticketing");
             let table = settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap();
             // Mistyped: `open` still accepts it.
-            table.close = [("status".to_owned(), "n".to_owned())].into();
+            table.close = CloseSettings::Set([("status".to_owned(), "n".to_owned())].into());
         })
         .run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;

@@ -1,4 +1,4 @@
-//! Six shops with a payment provider, from configuration alone: 300 orders fall due at once, three in ten are paid at
+//! Seven shops with a payment provider, from configuration alone: 300 orders fall due at once, three in ten are paid at
 //! the provider while they close, half of the callbacks are lost, and the provider fails for some orders at first.
 
 use std::collections::BTreeSet;
@@ -158,4 +158,9 @@ fn partitioned_shop_asks_its_provider() {
 #[test]
 fn spree_shop_asks_its_provider() {
     asks_provider("spree", None);
+}
+
+#[test]
+fn booking_shop_asks_its_provider() {
+    asks_provider("booking", None);
 }

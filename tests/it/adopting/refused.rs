@@ -1,7 +1,7 @@
 //! A wrong mapping of each sort is refused by `adopt --check`, with file, key and fix; and by the worker's start where
 //! orders would be harmed or no order could be closed.
 
-use order_timeout::config::kinds::{AlsoSettings, Names, TableSettings};
+use order_timeout::config::kinds::{AlsoSettings, CloseSettings, Names, TableSettings};
 use order_timeout::operations::adopt::check;
 use order_timeout::operations::adopt::{Finding, Level};
 use order_timeout::postgres::Database;
@@ -31,6 +31,10 @@ struct Wrong {
 
 const NOTHING: fn(&mut TableSettings) = |_| {};
 
+fn set(column: &str, value: &str) -> CloseSettings {
+    CloseSettings::Set([(column.to_owned(), value.to_owned())].into())
+}
+
 const WRONG: &[Wrong] = &[
     Wrong {
         what: "a table that is not there",
@@ -43,7 +47,7 @@ const WRONG: &[Wrong] = &[
     Wrong {
         what: "a column that is not there",
         mapping: |table| {
-            table.close.insert("stat".into(), "e".into());
+            table.close = set("stat", "e");
         },
         sql: "",
         key: "close.stat",
@@ -88,7 +92,7 @@ const WRONG: &[Wrong] = &[
     Wrong {
         what: "a value that the column cannot have",
         mapping: |table| {
-            table.close.insert("status".into(), "expired".into());
+            table.close = set("status", "expired");
         },
         sql: "",
         key: "close",
@@ -98,7 +102,7 @@ const WRONG: &[Wrong] = &[
     Wrong {
         what: "an expression instead of a value",
         mapping: |table| {
-            table.close.insert("id".into(), "id + 1".into());
+            table.close = set("id", "id + 1");
         },
         sql: "",
         key: "close.id",
@@ -155,7 +159,7 @@ const WRONG: &[Wrong] = &[
     },
     Wrong {
         what: "a close that leaves the order open",
-        mapping: |table| table.close = [("code".to_owned(), "X".to_owned())].into(),
+        mapping: |table| table.close = set("code", "X"),
         sql: "",
         key: "close",
         words: &["order 1 stays open: kinds.order.table.close leaves the order open", "set there what open tests"],
@@ -238,6 +242,14 @@ const WRONG: &[Wrong] = &[
         key: "also[0].sql",
         words: &["pretixbase_quota", "changes already", "give_back"],
         refused_at_start: true,
+    },
+    Wrong {
+        what: "a row that is deleted although others refer to it",
+        mapping: |table| table.close = CloseSettings::Delete,
+        sql: "",
+        key: "close",
+        words: &["order 1 cannot be closed", "violates foreign key constraint", "correct the trigger or constraint"],
+        refused_at_start: false,
     },
     Wrong {
         what: "a trigger that refuses the close",
@@ -390,6 +402,7 @@ fn settings_refuse_unsafe_mappings() {
         ("deadline = \"expires\"", "deadline = \"expires; DROP TABLE x\"", "kinds.order.table.deadline", "semicolon"),
         ("id = [\"id\"]", "id = [\"id\", \"code\"]", "kinds.order.table.give_back[0].order", "name as many"),
         ("close = { status = \"e\" }", "close = {}", "kinds.order.table.close", "is empty"),
+        ("close = { status = \"e\" }", "close = \"drop\"", "close", "or \"delete\""),
         ("[kinds.order.table]", "[kinds.Trial.table]", "kinds.Trial", "lower-case letter"),
         ("stock_key =", "stock_keys =", "kinds", "stock_keys"),
     ];
