@@ -11,6 +11,7 @@ use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_promised};
 use serde_json::Value;
 use sqlx::AssertSqlSafe;
 use tempfile::NamedTempFile;
+use time::OffsetDateTime;
 use uuid::Uuid;
 
 const BRAKED: &str = "SELECT count(*) FROM closing_pauses WHERE cause = 'brake'";
@@ -50,6 +51,19 @@ const BEHIND: &str =
     "SELECT count(*) FROM orders WHERE status = 'unpaid' AND expires_at < clock_timestamp() - interval '0.3 s'
                         AND NOT EXISTS (SELECT FROM closing_pauses WHERE cause = 'brake' AND resumed_at IS NULL)";
 
+/// Closes by alarms that the workers' brakes have counted since that minute began.
+async fn counted(env: &TestEnv, since: OffsetDateTime) -> i64 {
+    let sum = "SELECT coalesce(sum(closed), 0)::bigint FROM closing_minutes WHERE minute >= date_trunc('minute', $1)";
+    sqlx::query_scalar(sum).bind(since).fetch_one(&env.pool).await.unwrap()
+}
+
+/// Closes by alarms of orders created since then, so long ago that a turn of the brake should have counted them.
+async fn to_be_counted(env: &TestEnv, since: OffsetDateTime) -> i64 {
+    let count = "SELECT count(*) FROM orders WHERE created_at >= $1 AND closed_by = 'alarm'
+                   AND closed_at < clock_timestamp() - interval '1.2 s'";
+    sqlx::query_scalar(count).bind(since).fetch_one(&env.pool).await.unwrap()
+}
+
 /// Thirty orders a second fall due until there are so many of something, and customers pay seven of ten. Returns those of
 /// which no callback arrived.
 async fn sell(env: &TestEnv, callbacks_arrive: bool, least: i64, of: &'static str) -> Vec<Uuid> {
@@ -57,11 +71,17 @@ async fn sell(env: &TestEnv, callbacks_arrive: bool, least: i64, of: &'static st
     let mut tenths = tokio::time::interval(Duration::from_millis(100));
     // A machine that stalls must not sell in one moment what it did not sell meanwhile.
     tenths.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let began = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&env.pool).await.unwrap();
+    let counted_before = counted(env, began).await;
     while env.count(of).await < least {
         tenths.tick().await;
-        // Nor may it sell on while the workers are behind.
-        wait_for("closes in time", async || env.count(BEHIND).await == 0 || env.count(of).await >= least).await;
-        let orders = env.orders(3, Duration::from_secs(1)).await;
+        // Nor may it sell on while the workers are behind, with their closes or with counting them.
+        wait_for("closes in time", async || {
+            let uncounted = to_be_counted(env, began).await - (counted(env, began).await - counted_before);
+            env.count(BEHIND).await == 0 && uncounted <= 0 || env.count(of).await >= least
+        })
+        .await;
+        let orders = env.orders(3, Duration::from_millis(400)).await;
         env.deliver(&orders).await;
         for order in orders.iter().filter(|_| numbers.next().is_some_and(|number| number % 10 < 7)) {
             if callbacks_arrive {
