@@ -9,6 +9,7 @@ mod event_listener;
 mod faults;
 mod history;
 mod ledger;
+mod own_tables;
 mod plan;
 mod provider_ledger;
 mod run;

@@ -21,6 +21,7 @@ use crate::faults::{CompletedFault, carry_out};
 use crate::ledger::{
     AskedProvider, CheckResult, Observations, PROMISED, Report, check_run, outside_faults, pauses_of_closing,
 };
+use crate::own_tables;
 use crate::plan::{Plan, Step};
 use crate::provider_ledger::{ProviderReport, Waits};
 use crate::shop::{Shop, ShopRecords};
@@ -41,6 +42,8 @@ struct RunOptions {
     /// Whether a payment provider is asked before an order is closed, and is among what breaks. Without one, orders are
     /// closed in one statement.
     has_provider: bool,
+    /// Whether the orders are in tables of the shop's own.
+    is_mapped: bool,
 }
 
 /// A period without faults that began when every worker was working again.
@@ -96,6 +99,7 @@ fn short_run(seed: u64, has_provider: bool) -> RunOptions {
         standing_still: LENIENT_BOUND,
         grace: LENIENT_GRACE,
         has_provider,
+        is_mapped: false,
     }
 }
 
@@ -107,10 +111,12 @@ fn long_random_run_keeps_invariants() {
     let length = Duration::from_secs_f64(60.0 * variable_or("MINUTES", 20.0));
     let orders_per_second = variable_or("RATE", 25.0);
     let (standing_still, grace) = (length / STANDSTILL_ONE_IN, Settings::defaults().sweep.grace);
-    let has_provider = variable_or("PROVIDER", true);
+    let (has_provider, is_mapped) = (variable_or("PROVIDER", true), variable_or("MAPPED", false));
+    let lateness = PROMISED;
     let options =
-        RunOptions { seed, length, orders_per_second, lateness: PROMISED, standing_still, grace, has_provider };
-    run(&format!("seed-{seed}{}", if has_provider { "" } else { "-without-provider" }), options);
+        RunOptions { seed, length, orders_per_second, lateness, standing_still, grace, has_provider, is_mapped };
+    let without_provider = if has_provider { "" } else { "-without-provider" };
+    run(&format!("seed-{seed}{without_provider}{}", if is_mapped { "-mapped" } else { "" }), options);
 }
 
 fn variable_or<T: std::str::FromStr>(what: &str, default: T) -> T {
@@ -125,7 +131,12 @@ fn run(name: &str, options: RunOptions) {
     with_environment(
         name,
         options.has_provider.then(PaymentService::start),
-        |settings| settings.sweep.grace = options.grace,
+        |settings| {
+            settings.sweep.grace = options.grace;
+            if options.is_mapped {
+                own_tables::map(settings);
+            }
+        },
         move |environment| async move {
             let broken = run_and_check(&environment, options).await;
             assert!(broken.is_empty(), "{} promises broken; read {}", broken.len(), environment.logs.display());
@@ -137,6 +148,9 @@ fn run(name: &str, options: RunOptions) {
 /// Returns the broken promises.
 async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> Vec<String> {
     environment.print_line(&format!("{options:?}"));
+    if options.is_mapped {
+        own_tables::install(&environment.env).await;
+    }
     let listener = EventListener::open(&environment.env).await;
     meanwhile(|| environment.broker.flush_declarations());
     environment.workers.start_all().await;
@@ -181,6 +195,9 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
         result.violations.push(format!("workers asked to stop ended with {codes:?}"));
     }
     result.violations.extend(environment.workers.unexpected_exits());
+    if options.is_mapped {
+        result.violations.extend(own_tables::violations(&environment.env).await);
+    }
     let bound_ms = options.lateness.as_secs_f64() * 1e3;
     if result.report.max_lateness_beyond_fault_ms >= bound_ms {
         let latest = result.latest.first().cloned().unwrap_or_default();

@@ -17,7 +17,6 @@ use order_timeout_client::postgres::{self, Timestamptz, payment_received};
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::payment_service::{Fault, PaymentService};
 use order_timeout_testkit::{TestEnv, checkout};
-use secrecy::ExposeSecret;
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{PgConnection, PgPool};
 use tokio::task::{JoinHandle, JoinSet};
@@ -125,7 +124,7 @@ impl Shop {
             env.stock(&article_name(article), IN_STOCK).await;
         }
         let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(ACQUIRED_WITHIN);
-        let pool = pool.connect(env.settings.database.url.expose_secret()).await.unwrap();
+        let pool = pool.connect_with((*env.pool.connect_options()).clone()).await.unwrap();
         let (counters, stop) = (Arc::<Counters>::default(), CancellationToken::new());
         let (declined, busy) = (Mutex::default(), Mutex::default());
         let shared = Arc::new(Shared { pool, publisher, provider, counters: counters.clone(), declined, busy });
