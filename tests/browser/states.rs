@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use order_timeout::Settings;
-use order_timeout::config::kinds::{KindSettings, Names, TableSettings};
+use order_timeout::config::kinds::{CloseSettings, KindSettings, Names, TableSettings};
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::figures::wait_for_figure;
@@ -265,7 +265,7 @@ fn with_acceptance(settings: &mut Settings) {
         amount: None,
         currency: None,
         minor_units: None,
-        close: [(text("state"), text("closed"))].into(),
+        close: CloseSettings::Set([(text("state"), text("closed"))].into()),
         closing: None,
         pay: None,
         consume: vec![],
