@@ -18,10 +18,11 @@ const FIXES = {
   ...{ "57P01": RESTARTING, "57P02": RESTARTING, "57P03": RESTARTING },
   25006: "this is a standby; connect to the primary",
   "25P02": "an earlier statement of this transaction has failed; roll it back first",
-  23514: "choose a deadline before the year 9999, and a kind of a-z, 0-9 and _",
 };
-// What was given is refused: invalid_parameter_value, unique_violation, invalid_text_representation, check_violation.
-const FINAL = ["22023", "23505", "22P02", "23514"];
+const DEADLINE = "choose a deadline before the year 9999, and a kind of a-z, 0-9 and _";
+// invalid_text_representation and check_violation, where a call has a fix for them: elsewhere they are about the shop's own
+// tables, and it may mend those. What our functions refuse for good begins with `final: `.
+const FINAL = ["22P02", "23514"];
 
 /** What the database has said, through pg, Drizzle (`cause`) or Prisma (`meta`). */
 function said(error) {
@@ -48,7 +49,7 @@ async function run(db, text, values, failed, fixes) {
     return result.rows ?? result;
   } catch (error) {
     const { sqlstate, sentence } = said(error);
-    const isFinal = FINAL.includes(sqlstate);
+    const isFinal = sentence.includes("final: ") || (FINAL.includes(sqlstate) && sqlstate in fixes);
     // What is final says by itself what to do; without a code, the answer may have been lost.
     const advice = isFinal ? "" : `; ${sqlstate ? "roll back" : "connect again"} and repeat it`;
     const fix = fixes[sqlstate] ?? FIXES[sqlstate] ?? sentence.trim().split("\n")[0] + advice;
@@ -63,6 +64,7 @@ export async function schedule(db, orderId, deadline, { kind = "order", tracepar
     " VALUES ($1::text, $2::text::timestamptz, $3::text, $4::text)";
   await run(db, text, values, `the alarm of order ${orderId} is not scheduled`, {
     42501: "grant this user INSERT on alarm_outbox",
+    23514: DEADLINE,
   });
 }
 
@@ -81,6 +83,7 @@ export async function moveDeadline(db, orderId, deadline) {
   const values = [checkedId(orderId), checkedDeadline(deadline)];
   const [row] = await run(db, MOVE, values, `the deadline of order ${orderId} is unchanged`, {
     42501: "grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox",
+    23514: DEADLINE,
   });
   if (!row) return { outcome: "unknown", status: null, deadline: null };
   return { outcome: row.outcome, status: row.status, deadline: row.deadline && new Date(row.deadline) };

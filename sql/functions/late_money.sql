@@ -46,8 +46,6 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     id_text text := order_id_of_kind(release_part_payments.kind, release_part_payments.order_id);
     was text;
-    part received_payments;
-    released bigint := 0;
 BEGIN
     SELECT l.state INTO was FROM locked_order(release_part_payments.kind, id_text, true) l;
     IF was IS NULL OR was IN ('open', 'closing', 'paid') THEN
@@ -57,9 +55,21 @@ BEGIN
         UPDATE orders o SET received_minor = NULL
         WHERE o.id = default_order_key(id_text) AND o.received_minor IS NOT NULL;
     END IF;
+    RETURN release_counted_parts(release_part_payments.kind, id_text);
+END $$;
+
+-- The same for an order that is known to have ended. Not for callbacks.
+CREATE OR REPLACE FUNCTION release_counted_parts(kind text, order_id text) RETURNS bigint LANGUAGE plpgsql
+SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    part received_payments;
+    released bigint := 0;
+BEGIN
     FOR part IN
         SELECT * FROM received_payments p
-        WHERE p.order_id = id_text AND p.kind = release_part_payments.kind AND p.outcome = 'partial' AND p.counted_minor > 0
+        WHERE p.order_id = release_counted_parts.order_id AND p.kind = release_counted_parts.kind
+          AND p.outcome = 'partial' AND p.counted_minor > 0
         ORDER BY p.received_at, p.provider, p.reference
         FOR NO KEY UPDATE
     LOOP
@@ -73,12 +83,12 @@ BEGIN
     RETURN released;
 END $$;
 
--- The same for orders of a mapped table that were closed in this statement, which calls it. VOLATILE, so that it reads with a
--- snapshot of its own.
+-- The same for orders of a mapped table that were closed in this statement, which calls it: their rows may be gone. VOLATILE,
+-- so that it reads with a snapshot of its own.
 CREATE OR REPLACE FUNCTION release_parts_of(order_ids text[], of_kind text) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN
-    PERFORM release_part_payments(r.order_id, of_kind) FROM (
+    PERFORM release_counted_parts(of_kind, r.order_id) FROM (
         SELECT DISTINCT p.order_id FROM received_payments p
         WHERE p.order_id = ANY (order_ids) AND p.kind = of_kind AND p.counted_minor > 0
         ORDER BY p.order_id
@@ -116,5 +126,6 @@ END $$;
 
 REVOKE ALL ON FUNCTION
     record_late_payment(text, text, text, text, bigint, text, text),
+    release_counted_parts(text, text),
     release_excess(text, text, bigint)
 FROM PUBLIC;

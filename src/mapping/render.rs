@@ -187,20 +187,22 @@ impl<'a> Parts<'a> {
                     among(&self.id_columns("o"), "ot_asked", "k")
                 ),
             ),
-            // In id order, so that two workers cannot deadlock. NO KEY, so that a foreign key's share lock does not conflict.
+            // In id order, so that two workers cannot deadlock. NO KEY, so that a foreign key's share lock does not conflict,
+            // except where the row is deleted, for which such a lock must be gone.
             // SKIP LOCKED, so that the close does not wait for a payment in flight. The conditions are outside, so that they
             // are evaluated behind the lock: a row that another session has changed meanwhile is read as it is now.
             step(
                 "ot_decided AS MATERIALIZED",
                 &format!(
-                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}\n    FROM (\n        SELECT o.* FROM {orders} AS o\n        WHERE {}\n        ORDER BY {}\n        FOR NO KEY UPDATE OF o SKIP LOCKED\n    ) AS {alias}",
+                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}\n    FROM (\n        SELECT o.* FROM {orders} AS o\n        WHERE {}\n        ORDER BY {}\n        FOR {lock} OF o SKIP LOCKED\n    ) AS {alias}",
                     self.id_as_keys(&alias),
                     self.usable_deadline(),
                     ended(&self.table.open),
                     ended(&self.table.paid),
                     self.claimable_columns(),
                     among(&self.id_columns("o"), "ot_there", "k"),
-                    self.id_columns("o").join(", ")
+                    self.id_columns("o").join(", "),
+                    lock = if self.table.close.columns().is_some() { "NO KEY UPDATE" } else { "UPDATE" },
                 ),
             ),
             // One time for all orders. clock_timestamp(), not now(): the transaction may have begun before the deadline.
@@ -230,14 +232,18 @@ impl<'a> Parts<'a> {
         };
         steps.push(step("ot_event", &self.event(&is_closed("d.k"))));
         let mut written = vec!["(SELECT count(*) FROM ot_event)".to_owned()];
+        // A SELECT that is not read is not run, and the update of an empty stock table may read nothing.
+        let mut selects = Vec::new();
         for (number, also) in (1..).zip(&self.table.also) {
             steps.push(also_step(number, &also.sql));
             written.push(format!("(SELECT count(*) FROM ot_also_{number})"));
+            selects.extend(is_query(&also.sql).then(|| format!("ot_also_{number}")));
         }
         let (claims, claim_outcomes) = self.claim_steps()?;
         steps.extend(claims);
         if let Some(parts) = self.parts_step(&is_closed("d.k")) {
             steps.push(parts);
+            selects.push("ot_parts".to_owned());
             written.extend(["(SELECT count(*) FROM ot_claim)", "(SELECT count(*) FROM ot_parts)"].map(str::to_owned));
         }
         // Last, after all other writes: other batches that return the same stock wait for this commit, and in a flash sale
@@ -250,12 +256,13 @@ impl<'a> Parts<'a> {
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
         let is_there = among_rows(&numbered("a.k", count), "ot_there", "k");
-        // A row that goes when its order is closed, paid or cancelled is missed by no alarm.
+        // A row that goes when its order is closed, paid or cancelled is missed by no alarm, but an operator may mistype an id.
         let (gone, is_known) = match self.table.close {
             CloseSettings::Set(_) => (String::new(), format!("{malformed} OR {is_there}")),
-            CloseSettings::Delete => {
-                (format!("\n           WHEN NOT {is_there} THEN 'already_closed'"), "true".to_owned())
-            }
+            CloseSettings::Delete => (
+                format!("\n           WHEN NOT {is_there} THEN 'already_closed'"),
+                format!("{malformed} OR {is_there} OR $2::text <> 'manual'"),
+            ),
         };
         Ok(format!(
             "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'{gone}\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({is_known}){without_stock_to_wait_for}",
@@ -264,7 +271,9 @@ impl<'a> Parts<'a> {
             self.is_open_or_claimed(),
             join.join(" AND "),
             without_stock_to_wait_for = match (self.table.give_back.is_empty(), self.claims()) {
-                (false, _) => String::new(),
+                (false, _) => {
+                    selects.iter().map(|step| format!("\n  AND (SELECT count(*) FROM {step}) >= 0")).collect()
+                }
                 // So that every step is run, and the parameter has a type.
                 (true, true) => format!("\n  AND {behind} >= 0 AND $3::boolean IS NOT NULL"),
                 (true, false) => format!("\n  AND {behind} >= 0"),
@@ -366,7 +375,8 @@ impl<'a> Parts<'a> {
             let kind = require(&self.facts.orders, column, &key)?;
             let value = match value.as_str() {
                 NOW => self.now(&key, column, kind)?,
-                PATH => "$2::text".to_owned(),
+                // Only a close has one: a payment is a text like any other.
+                PATH if setting != "pay" => "$2::text".to_owned(),
                 value => literal(value),
             };
             set.push(format!("{} = {value}", name(column)));
@@ -666,11 +676,14 @@ fn step(head: &str, body: &str) -> String {
     format!("{head} (\n    {body}\n)")
 }
 
+fn is_query(sql: &str) -> bool {
+    predicate::bare(sql).is_some_and(|bare| bare.trim_start().starts_with("select"))
+}
+
 /// A statement of the shop's own as a step that can be counted, so that stock is locked behind it.
 fn also_step(number: usize, sql: &str) -> String {
     let sql = sql.trim().trim_end_matches(';').trim_end();
-    let is_query = predicate::bare(sql).is_some_and(|bare| bare.trim_start().starts_with("select"));
-    let materialized = if is_query { " AS MATERIALIZED" } else { "" };
+    let materialized = if is_query(sql) { " AS MATERIALIZED" } else { "" };
     let returning = if predicate::returns_rows(sql) { "" } else { "\n    RETURNING 1" };
     step(&format!("ot_also_{number}{materialized}"), &format!("{}{returning}", ended(sql).trim_end_matches(' ')))
 }

@@ -325,6 +325,31 @@ fn close_gives_everything_back_once() {
     });
 }
 
+/// Its plan begins with the stock, finds none and reads nothing further.
+#[test]
+fn close_without_stock_releases_part_payments() {
+    TestEnv::builder().without_broker().run(async |env| {
+        let order = env.order(Duration::ZERO).await;
+        price(&env, 1_000).await;
+        let _partial = report(&env.pool, order.id, "pi_1", 400).await;
+        execute(&env, "DELETE FROM order_items; DELETE FROM stock").await;
+        execute(&env, "VACUUM ANALYZE stock").await;
+        for plans in ["force_generic_plan", "force_custom_plan"] {
+            let mut transaction = env.pool.begin().await.unwrap();
+            sqlx::raw_sql(AssertSqlSafe(format!("SET LOCAL plan_cache_mode = {plans}")))
+                .execute(&mut *transaction)
+                .await
+                .unwrap();
+            let sql = &*default_tables::rendered().close;
+            let close = sqlx::query(sql).bind([order.id.to_string()]).bind("alarm").bind(true).bind(false);
+            close.fetch_all(&mut *transaction).await.unwrap();
+            let late: Vec<String> =
+                sqlx::query_scalar("SELECT reason FROM late_payments").fetch_all(&mut *transaction).await.unwrap();
+            assert_eq!(late, ["part_payment"], "{plans}");
+        }
+    });
+}
+
 #[test]
 fn cancelled_order_releases_part_payments() {
     TestEnv::builder().without_broker().run(async |env| {

@@ -228,6 +228,12 @@ describe("the package", () => {
     assert.deepEqual([repeated.isFinal, repeated.sqlstate], [true, "23505"]);
     const negative = await refused(report(5, -1), "the amount -1 is negative; report what was received");
     assert.deepEqual([negative.isFinal, negative.sqlstate], [true, "22023"]);
+    // A CHECK of the shop's own tables, which it may mend: nothing was recorded, and the payment must be reported again.
+    const unreserved = await order(after(600));
+    const item = "INSERT INTO order_items (order_id, article_id, quantity) VALUES ($1, 'article', 1)";
+    await client.query(item, [unreserved]);
+    const refusedByShop = await refused(report(7, 1999, unreserved), "reserved_is_never_negative", "and repeat it");
+    assert.deepEqual([refusedByShop.isFinal, refusedByShop.sqlstate], [false, "23514"]);
     await refused(report(6, 19.99), "the amount 19.99 is not a whole number", "smallest unit");
   });
 

@@ -85,16 +85,18 @@ class Call(Generic[Answer]):
     def error(self, cause: BaseException) -> OrderTimeoutError:
         """The sentence for what the driver has raised."""
         state = sqlstate(cause)
-        fix = self.fixes.get(state or "") or FIXES.get(state or "")
-        if fix is None:
-            # The driver's own sentence. What is final says by itself what to do; without a code, the answer may have been lost.
-            advice = "" if state in FINAL else f"; {'roll back' if state else 'connect again'} and repeat it"
-            fix = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0] + advice
-        return OrderTimeoutError(f"{self.failed}: {fix}", is_final=state in FINAL, sqlstate=state)
+        said = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0]
+        is_final = "final: " in said or (state in FINAL and state in self.fixes)
+        # What is final says by itself what to do; without a code, the answer may have been lost.
+        advice = "" if is_final else f"; {'roll back' if state else 'connect again'} and repeat it"
+        fix = self.fixes.get(state or "") or FIXES.get(state or "") or said + advice
+        return OrderTimeoutError(f"{self.failed}: {fix}", is_final=is_final, sqlstate=state)
 
 
-# What was given is refused: invalid_parameter_value, unique_violation, invalid_text_representation, check_violation.
-FINAL = {"22023", "23505", "22P02", "23514"}
+# invalid_text_representation and check_violation, where a call has a fix for them: elsewhere they are about the shop's own
+# tables, and it may mend those. What our functions refuse for good begins with `final: `.
+FINAL = {"22P02", "23514"}
+DEADLINE = "choose a deadline before the year 9999, and a kind of a-z, 0-9 and _"
 FIXES = {
     # undefined_table, undefined_function, undefined_column, invalid_schema_name
     **dict.fromkeys(
@@ -106,7 +108,6 @@ FIXES = {
     **dict.fromkeys(["57P01", "57P02", "57P03"], "the database is restarting; connect again and repeat it"),
     "25006": "this is a standby; connect to the primary",
     "25P02": "an earlier statement of this transaction has failed; roll it back first",
-    "23514": "choose a deadline before the year 9999, and a kind of a-z, 0-9 and _",
 }
 
 
@@ -153,7 +154,7 @@ def schedule(order_id: Id, deadline: datetime, kind: str, traceparent: Optional[
         (text, due, checked_traceparent(traceparent), kind),
         lambda rows: None,
         f"the alarm of order {text} is not scheduled",
-        {"42501": "grant this user INSERT on alarm_outbox"},
+        {"42501": "grant this user INSERT on alarm_outbox", "23514": DEADLINE},
     )
 
 
@@ -175,7 +176,8 @@ def move_deadline(order_id: Id, deadline: datetime) -> Call[Moved]:
         outcome, status, written = answer
         return Moved(outcome, status, written and datetime.fromisoformat(written + "+00:00"))
 
-    fixes = {"42501": "grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox"}
+    grant = "grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox"
+    fixes = {"42501": grant, "23514": DEADLINE}
     return Call(_MOVE_SQL, (text, due), read, f"the deadline of order {text} is unchanged", fixes)
 
 

@@ -257,6 +257,13 @@ class PackageTest(unittest.TestCase):
         with self.refused("is not recorded: final: the amount -1 is negative; report what was received") as refused:
             report(5, -1)
         self.assertEqual((refused.error.is_final, refused.error.sqlstate), (True, "22023"))
+        # A CHECK of the shop's own tables, which it may mend: nothing was recorded, and the payment must be reported again.
+        unreserved = self.order(after(600))
+        item = "INSERT INTO order_items (order_id, article_id, quantity) VALUES (%s, 'article', 1)"
+        self.connection.execute(item, (unreserved,))
+        with self.refused("is not recorded", "reserved_is_never_negative", "and repeat it") as refused:
+            report(7, 1999, unreserved)
+        self.assertEqual((refused.error.is_final, refused.error.sqlstate), (False, "23514"))
         with self.refused("the amount 19.99 is not a whole number", "smallest unit"):
             report(6, 19.99)
 

@@ -192,6 +192,28 @@ fn moment_needs_column_for_times() {
     assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "close.status");
 }
 
+/// A share lock of a foreign key keeps such a row from being deleted.
+#[test]
+fn deleted_row_is_locked_as_a_whole() {
+    let (mut table, facts) = (table("mall"), facts("mall"));
+    assert!(render(&words(), &table, &facts).unwrap().close.contains("FOR NO KEY UPDATE OF o SKIP LOCKED"));
+    table.close = CloseSettings::Delete;
+    let close = render(&words(), &table, &facts).unwrap().close;
+    assert!(
+        close.contains("FOR UPDATE OF o SKIP LOCKED") && close.contains("DELETE FROM \"public\".\"oms_order\""),
+        "{close}"
+    );
+}
+
+/// Only a close has a path.
+#[test]
+fn path_is_a_text_where_an_order_is_paid() {
+    let (mut table, facts) = (table("mall"), facts("mall"));
+    table.pay = Some([("status".to_owned(), "path".to_owned())].into());
+    let functions = render(&words(), &table, &facts).unwrap().functions;
+    assert!(functions.iter().any(|function| function.body.contains("SET \"status\" = 'path'")));
+}
+
 #[test]
 fn views_cannot_be_locked() {
     let (table, mut facts) = (table("mall"), facts("mall"));
