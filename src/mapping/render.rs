@@ -47,14 +47,6 @@ pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result
     Ok(Rendered { close, overdue, deadline, index, questions, functions })
 }
 
-/// Renders what operators ask alone.
-///
-/// # Errors
-/// As [`render`].
-pub fn questions(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Questions, MappingError> {
-    Parts::new(words, table, facts)?.questions()
-}
-
 /// The types of times without a zone, by their names in `pg_type`.
 const ZONELESS: [&str; 3] = ["timestamp", "date", "time"];
 
@@ -232,7 +224,8 @@ impl<'a> Parts<'a> {
         };
         steps.push(step("ot_event", &self.event(&is_closed("d.k"))));
         let mut written = vec!["(SELECT count(*) FROM ot_event)".to_owned()];
-        // A SELECT that is not read is not run, and the update of an empty stock table may read nothing.
+        // A SELECT that is not read is not run, and the update of an empty stock table may read nothing. So the result reads
+        // these steps; those that write are run in any case.
         let mut selects = Vec::new();
         for (number, also) in (1..).zip(&self.table.also) {
             steps.push(also_step(number, &also.sql));
@@ -253,6 +246,12 @@ impl<'a> Parts<'a> {
             steps.push(self.give_back(index, &is_closed("i.k"), &behind)?);
             behind = format!("(SELECT count(*) FROM ot_given_{})", index + 1);
         }
+        let mut reads: String =
+            selects.iter().map(|step| format!("\n  AND (SELECT count(*) FROM {step}) >= 0")).collect();
+        if self.table.give_back.is_empty() && self.claims() {
+            // So that the parameter has a type.
+            reads += "\n  AND $3::boolean IS NOT NULL";
+        }
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
         let is_there = among_rows(&numbered("a.k", count), "ot_there", "k");
@@ -265,19 +264,11 @@ impl<'a> Parts<'a> {
             ),
         };
         Ok(format!(
-            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'{gone}\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({is_known}){without_stock_to_wait_for}",
+            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock{claimed}.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'{gone}\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'{claim_outcomes}\n           WHEN NOT {} THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({is_known}){reads}",
             steps.join(",\n"),
             is_closed("a.k"),
             self.is_open_or_claimed(),
             join.join(" AND "),
-            without_stock_to_wait_for = match (self.table.give_back.is_empty(), self.claims()) {
-                (false, _) => {
-                    selects.iter().map(|step| format!("\n  AND (SELECT count(*) FROM {step}) >= 0")).collect()
-                }
-                // So that every step is run, and the parameter has a type.
-                (true, true) => format!("\n  AND {behind} >= 0 AND $3::boolean IS NOT NULL"),
-                (true, false) => format!("\n  AND {behind} >= 0"),
-            },
             claimed = if self.claims() { "; $4 boolean: whether they were claimed" } else { "" },
             kind = self.words.kind,
         ))
@@ -375,7 +366,7 @@ impl<'a> Parts<'a> {
             let kind = require(&self.facts.orders, column, &key)?;
             let value = match value.as_str() {
                 NOW => self.now(&key, column, kind)?,
-                // Only a close has one: a payment is a text like any other.
+                // In the function that pays, `$2` is another parameter.
                 PATH if setting != "pay" => "$2::text".to_owned(),
                 value => literal(value),
             };
@@ -520,10 +511,9 @@ impl<'a> Parts<'a> {
             _ => "$2::timestamptz".to_owned(),
         };
         Some(format!(
-            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           {status} AS status,\n           coalesce(({open}), false) AND ({paid}) IS NOT TRUE AS is_open\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {moved} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT d.status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
-            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
-            parts = self.with_parts("SELECT $1::text AS text_id"),
-            asked = among(&self.id_columns("o"), "ot_asked", "k"),
+            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH {asked},\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {is_asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           {status} AS status,\n           coalesce(({open}), false) AND ({paid}) IS NOT TRUE AS is_open\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {moved} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT d.status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
+            asked = self.asked("SELECT $1::text AS text_id"),
+            is_asked = among(&self.id_columns("o"), "ot_asked", "k"),
             keys = self.id_as_keys(&alias),
             deadline = self.usable_deadline(),
             status = self.status(),

@@ -254,7 +254,7 @@ impl Parts<'_> {
         let parts = self.with_parts(texts);
         step(
             "ot_asked AS MATERIALIZED",
-            &format!("SELECT {} FROM {parts}", as_numbered(&self.parsed(self.part_text()), "k")),
+            &format!("SELECT {}\n    FROM {parts}", as_numbered(&self.parsed(self.part_text()), "k")),
         )
     }
 

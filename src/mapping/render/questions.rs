@@ -86,12 +86,11 @@ impl<'a> Parts<'a> {
     fn row(&self, lock: &str) -> String {
         let (orders, alias) = (self.orders(), self.alias());
         format!(
-            "WITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_row AS MATERIALIZED (\n    SELECT {status} AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
-            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
-            parts = self.with_parts("SELECT $1::text AS text_id"),
+            "WITH {asked},\not_row AS MATERIALIZED (\n    SELECT {status} AS status,\n           {deadline} AS deadline\n    FROM {orders} AS {alias}\n    WHERE {is_asked}{lock}\n)\nSELECT CASE WHEN {malformed} THEN 'malformed' ELSE r.status END AS status, r.deadline AS deadline\nFROM ot_asked a LEFT JOIN ot_row r ON true\nWHERE {malformed} OR r.status IS NOT NULL",
+            asked = self.asked("SELECT $1::text AS text_id"),
             status = self.status(),
             deadline = self.deadline,
-            asked = among(&self.id_columns(&alias), "ot_asked", "k"),
+            is_asked = among(&self.id_columns(&alias), "ot_asked", "k"),
             malformed = self.is_malformed(),
         )
     }
