@@ -68,7 +68,8 @@ pub async fn run(
     }
     let alsos = mapping.map_or(&[][..], |(table, _)| table.also.as_slice());
     let changed_before = changed_rows(&mut transaction, alsos).await?;
-    dry.outcomes = close_tried(&mut transaction, close, &tried).await;
+    let outcomes = close_tried(&mut transaction, close, &tried).await;
+    dry.outcomes = outcomes.into_iter().map(|(id, outcome)| (id, outcome.map_err(|error| one_line(&error)))).collect();
     let is_closed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("closed");
     let closed = |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && is_closed(outcome));
     dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
@@ -118,12 +119,12 @@ pub(super) async fn overdue_ids(
     Ok(found.into_iter().filter_map(|(_, order)| Some(order?.order_id.to_string())).collect())
 }
 
-/// What the close says of each order, or the error's sentence.
+/// What the close says of each order; after an error the transaction is as before.
 pub(super) async fn close_tried(
     connection: &mut PgConnection,
     close: (&SqlStr, usize),
     tried: &[String],
-) -> Vec<(String, Result<String, String>)> {
+) -> Vec<(String, Result<String, sqlx::Error>)> {
     if let Ok(outcomes) = close_all(connection, close, tried).await {
         return outcomes.into_iter().map(|(id, outcome)| (id, Ok(outcome))).collect();
     }
@@ -137,26 +138,23 @@ pub(super) async fn close_tried(
     outcomes
 }
 
-/// Outcomes by order, or the error's sentence; after an error the transaction is as before.
 async fn close_all(
     connection: &mut PgConnection,
     (sql, parameters): (&SqlStr, usize),
     ids: &[String],
-) -> Result<Vec<(String, String)>, String> {
+) -> Result<Vec<(String, String)>, sqlx::Error> {
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-    let mut savepoint = connection.begin().await.map_err(|error| one_line(&error))?;
+    let mut savepoint = connection.begin().await?;
     let query = with_arguments((sql.clone(), parameters), &ids, "manual", true);
-    let rows = query.fetch_all(&mut *savepoint).await.map_err(|error| one_line(&error));
-    let rows = match rows {
+    let rows = match query.fetch_all(&mut *savepoint).await {
         Ok(rows) => rows,
-        Err(why) => {
-            savepoint.rollback().await.map_err(|error| one_line(&error))?;
-            return Err(why);
+        Err(error) => {
+            savepoint.rollback().await?;
+            return Err(error);
         }
     };
-    savepoint.commit().await.map_err(|error| one_line(&error))?;
-    let outcomes = rows.iter().map(|row| Ok((row.try_get("order_id")?, row.try_get("outcome")?)));
-    outcomes.collect::<Result<_, sqlx::Error>>().map_err(|error| one_line(&error))
+    savepoint.commit().await?;
+    rows.iter().map(|row| Ok((row.try_get("order_id")?, row.try_get("outcome")?))).collect()
 }
 
 /// A stock row that the tried orders need.

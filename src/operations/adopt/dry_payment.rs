@@ -9,7 +9,7 @@ use sqlx::{Connection, PgConnection, Row, SqlStr};
 use super::dry_close::{StockChange, TRIED, close_tried, compare, needed_stock, overdue_ids};
 use crate::config::kinds::TableSettings;
 use crate::mapping::Facts;
-use crate::postgres::one_line;
+use crate::postgres::{ErrorClass, classify, one_line};
 
 /// The provider of the attempts, which no settings need to have: it is not asked.
 const PROVIDER: &str = "adopt";
@@ -19,7 +19,9 @@ const PROVIDER: &str = "adopt";
 pub struct DryPayment {
     /// How many orders were tried.
     pub tried: usize,
-    /// What the close said of those that it did not claim; an error's sentence where it failed.
+    /// How many of them the close claimed.
+    pub claimed: usize,
+    /// What it said of others; an error's sentence where it failed.
     pub unclaimed: Vec<(String, Result<String, String>)>,
     /// Claimed orders that the overdue statement found again.
     pub found_again: Vec<String>,
@@ -48,11 +50,15 @@ pub async fn run(
     let tried = overdue_ids(&mut transaction, overdue, TRIED).await?;
     let mut dry = DryPayment { tried: tried.len(), ..DryPayment::default() };
     begin_attempts(&mut transaction, kind, &tried).await?;
-    let is_claimed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("claimed");
-    let outcomes = close_tried(&mut transaction, close, &tried).await;
-    let (claimed, others): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(|(_, outcome)| is_claimed(outcome));
-    dry.unclaimed = others;
-    let claimed: Vec<String> = claimed.into_iter().map(|(id, _)| id).collect();
+    let mut claimed = Vec::new();
+    for (id, outcome) in close_tried(&mut transaction, close, &tried).await {
+        match outcome {
+            Ok(word) if word == "claimed" => claimed.push(id),
+            Err(error) if is_held(&error) => {}
+            outcome => dry.unclaimed.push((id, outcome.map_err(|error| one_line(&error)))),
+        }
+    }
+    dry.claimed = claimed.len();
     let found = overdue_ids(&mut transaction, overdue, TRIED * 2).await?;
     dry.found_again = found.into_iter().filter(|id| claimed.contains(id)).collect();
     let mut before = Vec::new();
@@ -62,9 +68,8 @@ pub async fn run(
     for id in claimed {
         match pay(&mut transaction, kind, &id).await? {
             Ok(outcome) if outcome == "paid" => dry.paid += 1,
-            // Another session holds it.
-            Err(why) if why.contains("(55P03)") => {}
-            answer => dry.unpaid.push((id, answer)),
+            Err(error) if is_held(&error) => {}
+            answer => dry.unpaid.push((id, answer.map_err(|error| one_line(&error)))),
         }
     }
     for ((settings, (_, stock)), before) in table.consume.iter().zip(&facts.consume).zip(before) {
@@ -82,8 +87,13 @@ async fn begin_attempts(connection: &mut PgConnection, kind: &Kind, ids: &[Strin
     begin.bind(PROVIDER).bind(kind.as_str()).bind(ids).execute(connection).await.map(drop)
 }
 
-/// Pays what the order costs. Returns the outcome, or the error's sentence; after an error the transaction is as before.
-async fn pay(connection: &mut PgConnection, kind: &Kind, id: &str) -> Result<Result<String, String>, sqlx::Error> {
+/// Whether another session holds what this one waited for: that says nothing of the mapping.
+fn is_held(error: &sqlx::Error) -> bool {
+    classify(error) == ErrorClass::Locked
+}
+
+/// Pays what the order costs. Returns the outcome, or why there is none; then the transaction is as before.
+async fn pay(connection: &mut PgConnection, kind: &Kind, id: &str) -> Result<Result<String, sqlx::Error>, sqlx::Error> {
     let mut savepoint = connection.begin().await?;
     let paid = sqlx::query(
         "SELECT concat_ws(': ', r.outcome, r.reason) AS outcome
@@ -93,6 +103,6 @@ async fn pay(connection: &mut PgConnection, kind: &Kind, id: &str) -> Result<Res
     let paid = paid.bind(kind.as_str()).bind(id).bind(PROVIDER).fetch_one(&mut *savepoint).await;
     match paid.and_then(|row| row.try_get("outcome")) {
         Ok(outcome) => savepoint.commit().await.map(|()| Ok(outcome)),
-        Err(error) => savepoint.rollback().await.map(|()| Err(one_line(&error))),
+        Err(error) => savepoint.rollback().await.map(|()| Err(error)),
     }
 }

@@ -38,12 +38,8 @@ fn proposal_for_clear_shop_is_right() {
             );
             // With the id corrected as the comment asks.
             let corrected = proposal.toml.replace("[\"id\", \"created_at\"]", "[\"id\"]");
-            let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
-            std::io::Write::write_all(&mut file, corrected.as_bytes()).unwrap();
-            let mut settings = env.settings.clone();
-            settings.kinds = Settings::load(Some(file.path()), &[]).unwrap().kinds;
-            let report = check::check(&database, &settings, &Kind::ORDER).await.unwrap();
-            let wrong: Vec<_> = report.findings.iter().filter(|finding| finding.level == Level::Wrong).collect();
+            let found = checked(&env, &corrected).await;
+            let wrong: Vec<_> = found.iter().filter(|finding| finding.level == Level::Wrong).collect();
             assert!(wrong.is_empty(), "{wrong:#?}");
         });
 }
