@@ -14,7 +14,7 @@ use crate::operations::adopt::check::{self, CheckReport};
 use crate::operations::adopt::propose::{self, Proposal};
 use crate::operations::adopt::{Finding, Level};
 use crate::operations::{first_backlog, orders_statements};
-use crate::postgres::{Database, payment_functions};
+use crate::postgres::{Database, kind_functions};
 
 /// Arguments of `adopt`.
 #[derive(Debug, Args)]
@@ -87,7 +87,7 @@ async fn install(database: &Database, settings: &Settings, kind: &Kind, json: bo
         let key = key_of(kind, "pay");
         bail!("there is nothing to create, because {key} is not given; write what a paid order's columns are set to");
     }
-    payment_functions::install(database, &functions).await?;
+    kind_functions::install(database, &functions).await?;
     let names: Vec<String> = functions.into_iter().map(|function| function.name).collect();
     let mut outcome = CommandOutcome::default();
     if json {

@@ -17,7 +17,7 @@ use order_timeout_core::kind::Kind;
 
 use crate::config::kinds::TableSettings;
 
-pub use render::{PaymentFunction, Questions, Rendered, render};
+pub use render::{KindFunction, Questions, Rendered, render};
 
 /// The first moment that a deadline can be. An earlier one, such as `-infinity` where an unset time is written so, is never
 /// due: no message can carry it.

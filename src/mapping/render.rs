@@ -15,7 +15,7 @@ use super::{
 };
 use crate::config::kinds::{CloseSettings, GiveBackSettings};
 
-pub use functions::PaymentFunction;
+pub use functions::KindFunction;
 pub use questions::Questions;
 
 /// The statements for a mapped table.
@@ -33,7 +33,7 @@ pub struct Rendered {
     /// What operators ask.
     pub questions: Questions,
     /// How payments pay its orders; none without `pay`.
-    pub functions: Vec<PaymentFunction>,
+    pub functions: Vec<KindFunction>,
 }
 
 /// Renders the statements.

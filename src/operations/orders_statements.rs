@@ -10,13 +10,13 @@ use crate::config::kinds::{self, OrdersOf};
 use crate::effects::close::Closer;
 use crate::effects::closing::ClaimedKind;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::{MappingError, PaymentFunction, Questions, Rendered, default_tables, render};
+use crate::mapping::{KindFunction, MappingError, Questions, Rendered, default_tables, render};
 use crate::observe::inspect::plan::Plans;
 use crate::postgres::attempts;
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::contract::StatementSource;
 use crate::postgres::grants;
-use crate::postgres::payment_functions;
+use crate::postgres::kind_functions;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
@@ -37,7 +37,7 @@ pub struct OrdersStatements {
     /// What a mapping tells operators about its table.
     pub questions: Option<Questions>,
     /// What pays its orders; none without a mapping of the shop's own that says how.
-    pub functions: Vec<PaymentFunction>,
+    pub functions: Vec<KindFunction>,
 }
 
 /// What decides which orders are overdue. Where that is changed, other old orders may be found.
@@ -136,16 +136,16 @@ fn of_mapping(
 pub async fn require_functions(
     database: &Database,
     kind: &Kind,
-    functions: &[PaymentFunction],
+    functions: &[KindFunction],
 ) -> Result<(), DatabaseError> {
-    let left = payment_functions::are_there(database, kind).await.map_err(|error| DatabaseError(one_line(&error)))?;
+    let left = kind_functions::are_there(database, kind).await.map_err(|error| DatabaseError(one_line(&error)))?;
     if functions.is_empty() && left {
         return Err(DatabaseError(format!(
             "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION kind_{kind}_id, kind_{kind}_order, kind_{kind}_count, kind_{kind}_consume",
             kinds::key_of(kind, "pay")
         )));
     }
-    let missing = payment_functions::not_installed(database, functions).await;
+    let missing = kind_functions::not_installed(database, functions).await;
     let missing = missing.map_err(|error| DatabaseError(one_line(&error)))?;
     if missing.is_empty() {
         return Ok(());
@@ -341,6 +341,6 @@ pub async fn texts(database: &Database, settings: &Settings, kind: &Kind) -> Res
             DeadlineStatement::Sql(sql) => Some(sql),
             DeadlineStatement::CannotBeMoved(_) => None,
         },
-        functions: found.functions.iter().map(PaymentFunction::create).collect(),
+        functions: found.functions.iter().map(KindFunction::create).collect(),
     })
 }

@@ -1,17 +1,18 @@
 //! Brings the schema up to date, and refuses one that this version cannot work with.
 //!
-//! The tables are in `migrations/`, of which none is edited after a release. The functions are in `sql/functions/`, and each
-//! setup replaces all of them.
+//! The tables are in `migrations/`, of which none is edited after a release. The functions are in `sql/functions/`, and those
+//! of the default tables that are rendered from their mapping; each setup replaces all of them.
 
 use std::sync::LazyLock;
 
 use sqlx::migrate::{Migrate, MigrateError, Migration, MigrationType, Migrator};
-use sqlx::{Connection, PgConnection, SqlSafeStr};
+use sqlx::{AssertSqlSafe, Connection, PgConnection, SqlSafeStr};
 
 use super::connect::{address, connect_options, first_connection};
 use super::error::{DatabaseError, is_forbidden, one_line, sqlstate};
-use super::{Database, ErrorClass, Target, classify};
+use super::{Database, ErrorClass, Target, classify, kind_functions};
 use crate::config::DatabaseSettings;
+use crate::mapping::default_tables;
 
 /// Our own name, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
 const MIGRATIONS_TABLE: &str = "order_timeout_migrations";
@@ -125,7 +126,8 @@ pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, Databas
     let (mut connection, _) = first_connection(&options, settings, parameters).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
-    let replaced = sqlx::raw_sql(FUNCTIONS).execute(&mut connection).await;
+    let functions = [FUNCTIONS, &kind_functions::creates(&default_tables::rendered().functions)].concat();
+    let replaced = sqlx::raw_sql(AssertSqlSafe(functions)).execute(&mut connection).await;
     // undefined_table, undefined_object: a shop with a table of its own may have dropped ours. What a worker lacks is named
     // by the inspection of the schema.
     if let Err(error) = replaced

@@ -16,9 +16,12 @@ const TO_CLAIM: &str = " WHERE NOT $4::boolean AND (t.order_id IN (SELECT q.orde
 /// A row that is open again was claimed before, and a person has opened it: this is a new claim.
 const NEW_CLAIM: &str = "DO UPDATE\n        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,\n            claimed_at = excluded.claimed_at, queue = excluded.queue,\n            step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,\n            next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,\n            unresolved_reason = NULL, unresolved_at = NULL";
 
+/// Functions of the default tables that are not rendered (`sql/functions/default_orders.sql`).
+const WRITTEN_FOR_DEFAULT_TABLES: [&str; 4] = ["default_id", "default_order", "default_count", "default_consume"];
+
 /// A function of a kind, as `adopt --install` creates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PaymentFunction {
+pub struct KindFunction {
     /// Its name, without a schema: that of our own tables.
     pub name: String,
     /// Its parameters, and what it returns.
@@ -29,7 +32,7 @@ pub struct PaymentFunction {
     pub body: String,
 }
 
-impl PaymentFunction {
+impl KindFunction {
     /// The statement that creates it. Its `search_path` is that of the session, so that the operator's expressions mean what
     /// they mean to a worker.
     #[must_use]
@@ -213,8 +216,9 @@ impl Parts<'_> {
         is_needed.then(|| format!("(({id}) IN ({claimed})) IS NOT TRUE"))
     }
 
-    /// The functions of the kind; none without `pay`.
-    pub(super) fn functions(&self) -> Result<Vec<PaymentFunction>, MappingError> {
+    /// The functions of the kind; none without `pay`. Of the built-in mapping those that `sql/functions/default_orders.sql` has
+    /// not, under the names of the default tables; `setup` creates them.
+    pub(super) fn functions(&self) -> Result<Vec<KindFunction>, MappingError> {
         let Some(pay) = &self.table.pay else { return Ok(Vec::new()) };
         if self.table.amount.is_some()
             && let Some(fault) = &self.facts.money_fault
@@ -225,13 +229,16 @@ impl Parts<'_> {
             let why = "cannot be used with an id of type citext, of which payments would have several spellings; name a unique column of another type as id";
             return Err(MappingError::new("pay", why));
         }
-        let function = |what: &str, signature: &str, language, body| PaymentFunction {
-            name: format!("kind_{}_{what}", self.words.kind),
+        let function = |what: &str, signature: &str, language, body| KindFunction {
+            name: match self.table.is_built_in {
+                true => format!("default_{what}"),
+                false => format!("kind_{}_{what}", self.words.kind),
+            },
             signature: signature.to_owned(),
             language,
             body,
         };
-        Ok(vec![
+        let functions = vec![
             function("id", "(order_id text) RETURNS text", "sql", self.id_function()),
             function(
                 "order",
@@ -246,7 +253,11 @@ impl Parts<'_> {
                 self.count_function(pay)?,
             ),
             function("consume", "(order_ids text[]) RETURNS void", "plpgsql", self.consume_function()?),
-        ])
+        ];
+        let is_written = |function: &KindFunction| {
+            self.table.is_built_in && WRITTEN_FOR_DEFAULT_TABLES.contains(&function.name.as_str())
+        };
+        Ok(functions.into_iter().filter(|function| !is_written(function)).collect())
     }
 
     /// The ids of `$1` as the step `ot_asked`.

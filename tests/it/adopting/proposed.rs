@@ -3,7 +3,7 @@
 use order_timeout::Settings;
 use order_timeout::operations::adopt::{Finding, Level, check, propose};
 use order_timeout::operations::orders_statements;
-use order_timeout::postgres::{Database, payment_functions};
+use order_timeout::postgres::{Database, kind_functions};
 
 use super::{execute, text};
 use order_timeout_core::kind::Kind;
@@ -52,7 +52,7 @@ async fn checked(env: &TestEnv, mapping: &str) -> Vec<Finding> {
     settings.kinds = Settings::load(Some(file.path()), &[]).unwrap().kinds;
     let database = Database::connect(&settings.database, 2).await.unwrap();
     let statements = orders_statements::statements(&database, &settings, &Kind::ORDER).await.unwrap();
-    payment_functions::install(&database, &statements.functions).await.unwrap();
+    kind_functions::install(&database, &statements.functions).await.unwrap();
     check::check(&database, &settings, &Kind::ORDER).await.unwrap().findings
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout::operations::orders_statements;
-use order_timeout::postgres::{Database, payment_functions};
+use order_timeout::postgres::{Database, kind_functions};
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
 use order_timeout_testkit::{TestEnv, wait_for};
@@ -46,7 +46,7 @@ async fn prepare(env: &TestEnv, shop: &str) {
     execute(env, &text(shop, "schema.sql")).await;
     let database = Database::connect(&env.settings.database, 2).await.unwrap();
     let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
-    payment_functions::install(&database, &statements.functions).await.unwrap();
+    kind_functions::install(&database, &statements.functions).await.unwrap();
 }
 
 /// `pay`: what a paid order's row says, where the shop's file does not.

@@ -6,7 +6,7 @@ use order_timeout::config::kinds::TableSettings;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::operations::orders_statements;
 use order_timeout::operations::unresolved::{self, Decision};
-use order_timeout::postgres::{Operator, payment_functions};
+use order_timeout::postgres::{Operator, kind_functions};
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::{SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::EnvBuilder;
@@ -65,7 +65,7 @@ async fn install(env: &TestEnv) {
     let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
     let refused = orders_statements::require_functions(&database, &Kind::ORDER, &statements.functions).await;
     assert!(refused.unwrap_err().to_string().contains("adopt --kind order --install"));
-    payment_functions::install(&database, &statements.functions).await.unwrap();
+    kind_functions::install(&database, &statements.functions).await.unwrap();
     orders_statements::require_functions(&database, &Kind::ORDER, &statements.functions).await.unwrap();
 }
 

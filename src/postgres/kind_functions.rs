@@ -1,4 +1,4 @@
-//! The functions of a kind that pay the orders of a mapped table: creates them, and says which are not as the mapping says.
+//! The functions of a kind that are rendered from its mapping: creates them, and says which are not as the mapping says.
 //!
 //! Calls none of them.
 
@@ -6,29 +6,33 @@ use order_timeout_core::kind::Kind;
 use sqlx::{AssertSqlSafe, Connection, PgConnection};
 
 use super::Database;
-use crate::mapping::PaymentFunction;
+use crate::mapping::KindFunction;
 
 /// Creates or replaces them in the schema of our own tables. Only their owner may call them: the functions of
 /// `sql/functions/` do, which belong to the same role.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn install(database: &Database, functions: &[PaymentFunction]) -> Result<(), sqlx::Error> {
+pub async fn install(database: &Database, functions: &[KindFunction]) -> Result<(), sqlx::Error> {
     let work = async |connection: &mut PgConnection| {
         let mut transaction = connection.begin().await?;
         // They run with the owner's rights: last, so that no temporary object of a caller takes the place of another.
         sqlx::raw_sql("SELECT set_config('search_path', current_setting('search_path') || ', pg_temp', true)")
             .execute(&mut *transaction)
             .await?;
-        for function in functions {
-            // Rendered from the operator's configuration.
-            sqlx::raw_sql(AssertSqlSafe(function.create())).execute(&mut *transaction).await?;
-            let revoke = format!("REVOKE ALL ON FUNCTION {} FROM PUBLIC", function.name);
-            sqlx::raw_sql(AssertSqlSafe(revoke)).execute(&mut *transaction).await?;
-        }
+        // Rendered from the operator's configuration.
+        sqlx::raw_sql(AssertSqlSafe(creates(functions))).execute(&mut *transaction).await?;
         transaction.commit().await
     };
     database.run(work).await
+}
+
+/// The statements that create or replace them, each with a semicolon.
+pub(super) fn creates(functions: &[KindFunction]) -> String {
+    let create = |function: &KindFunction| {
+        format!("{};\nREVOKE ALL ON FUNCTION {} FROM PUBLIC;\n", function.create(), function.name)
+    };
+    functions.iter().map(create).collect()
 }
 
 /// Whether a kind has functions, of whatever mapping.
@@ -44,7 +48,7 @@ pub async fn are_there(database: &Database, kind: &Kind) -> Result<bool, sqlx::E
 ///
 /// # Errors
 /// sqlx's.
-pub async fn not_installed(database: &Database, functions: &[PaymentFunction]) -> Result<Vec<String>, sqlx::Error> {
+pub async fn not_installed(database: &Database, functions: &[KindFunction]) -> Result<Vec<String>, sqlx::Error> {
     let (names, bodies): (Vec<&str>, Vec<&str>) =
         functions.iter().map(|function| (function.name.as_str(), function.body.as_str())).unzip();
     let query = sqlx::query_scalar(
