@@ -4,10 +4,8 @@
 //! Reports which alarms the broker has confirmed, because the old message is acknowledged only after that, and which
 //! not.
 
-use std::collections::BTreeMap;
-use std::iter;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use order_timeout_amqp::envelope::{self, Delay, Route};
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing, PublishError};
@@ -23,9 +21,6 @@ use tracing::{debug, warn};
 use super::slots::SlotDeclarer;
 use crate::config::Settings;
 use crate::observe::logging::LogThrottle;
-
-/// How many slots away from one that confirms nothing another is looked for.
-const SLOTS_BESIDE: u32 = 4;
 
 /// Publishes alarms into the wheel, or into the delayed exchange if that is the strategy.
 #[derive(Debug, Clone)]
@@ -71,63 +66,27 @@ impl Rearmer {
         Self { names, router, confirmed, slots, fault_throttle: Arc::default() }
     }
 
-    /// Publishes all of them. A slot that did not confirm is tried after the others and by itself, because its messages
-    /// make those that are sent with them wait as long as itself.
+    /// Publishes all of them.
     pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
         let (rearms, mut written) = self.declare_slots_for(rearms, clock.now()).await;
-        let (rearms, suspects) = self.apart(rearms, clock.now());
-        let mut first_fault = self.publish(rearms, clock, &mut written).await;
-        for of_slot in suspects {
-            if written.confirmed.is_empty() && !written.failed.is_empty() {
-                // The broker answers nothing; the other slots would not be confirmed either.
-                written.failed.extend(of_slot);
-                continue;
-            }
-            let fault = self.publish(of_slot, clock, &mut written).await;
-            first_fault = first_fault.or(fault);
-        }
-        if let Some(fault) = first_fault {
+        if let Some(fault) = self.publish(rearms, clock, &mut written).await {
             self.log_failures(written.failed.len() + written.refused.len(), &fault);
         }
         written
     }
 
-    /// Takes out the alarms for slots that did not confirm, slot by slot.
-    fn apart(&self, rearms: Vec<Rearm>, now: Timestamp) -> (Vec<Rearm>, Vec<Vec<Rearm>>) {
-        if !self.slots.has_suspects() {
-            return (rearms, Vec::new());
-        }
-        let (mut others, mut suspects) = (Vec::new(), BTreeMap::<String, Vec<Rearm>>::new());
-        for rearm in rearms {
-            match self.slots.suspect(&self.place(&rearm, now)) {
-                Some(queue) => suspects.entry(queue).or_default().push(rearm),
-                None => others.push(rearm),
-            }
-        }
-        (others, suspects.into_values().collect())
-    }
-
     /// Returns why the first that was not confirmed was not.
     async fn publish(&self, rearms: Vec<Rearm>, clock: DatabaseClock, written: &mut Written) -> Option<PublishError> {
-        let began = Instant::now();
-        let mut placements = Vec::with_capacity(rearms.len());
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
         // By index: with a closure that takes a reference, callers could not spawn this future.
         let messages = (0..rearms.len()).map(|number| {
             let placement = self.place(&rearms[number], clock.now());
-            let message = self.message(&rearms[number], &placement, clock.now());
-            placements.push(placement);
-            message
+            self.message(&rearms[number], &placement, clock.now())
         });
         let results = self.confirmed.publish_all(messages).await;
         let mut first_fault = None;
-        // If the broker does not answer, the last ones were never sent.
-        let placements = placements.into_iter().map(Some).chain(iter::repeat(None));
-        for ((rearm, result), placement) in rearms.into_iter().zip(results).zip(placements) {
-            if let Some(placement) = placement {
-                self.slots.note_result(&placement, &result, began);
-            }
+        for (rearm, result) in rearms.into_iter().zip(results) {
             match result {
                 Ok(()) => written.confirmed.push(rearm.receipt),
                 Err(fault) => {
@@ -170,17 +129,8 @@ impl Rearmer {
         }
     }
 
-    /// Where the alarm waits; not in a slot that confirms nothing, if there is another.
     fn place(&self, rearm: &Rearm, now: Timestamp) -> Placement {
-        let (deadline, wanted) = (rearm.alarm.deadline(), rearm.wanted);
-        let placement = self.router.place(deadline, wanted, now);
-        if !self.slots.is_avoided(&placement) {
-            return placement;
-        }
-        let mut others = self.router.beside(&placement, deadline, wanted, now);
-        let other = others.find(|other| !self.slots.is_avoided(other));
-        drop(others);
-        other.unwrap_or(placement)
+        self.router.place(rearm.alarm.deadline(), rearm.wanted, now)
     }
 
     fn message(&self, rearm: &Rearm, placement: &Placement, now: Timestamp) -> Outgoing {
@@ -206,31 +156,6 @@ impl Router {
             Strategy::DelayedExchange | Strategy::Database => Delays::DelayedExchange,
         };
         Self { delays, lead: settings.delay.lead, longest_retry: settings.retry.longest_wait() }
-    }
-
-    /// The slots beside this one in which the alarm can wait as well: an alarm that must arrive before its deadline
-    /// arrives up to some units earlier and is held, a retry up to some units later.
-    fn beside(
-        &self,
-        placement: &Placement,
-        deadline: Deadline,
-        wanted: Wanted,
-        now: Timestamp,
-    ) -> impl Iterator<Item = Placement> {
-        let unit = match (&self.delays, placement) {
-            (Delays::Wheel(wheel), Placement::Slot { ring, .. }) => {
-                wheel.rings().iter().find(|one| one.name == *ring).map(|ring| ring.unit)
-            }
-            _ => None,
-        };
-        let distances = unit.into_iter().flat_map(|unit| (1..=SLOTS_BESIDE).map(move |units| unit * units));
-        distances
-            .map(move |distance| match wanted {
-                Wanted::NotBefore(moment) => self.place(deadline, Wanted::NotBefore(moment + distance), now),
-                Wanted::BeforeDeadline | Wanted::AtOnce => self.place(deadline - distance, wanted, now),
-            })
-            // In the processing queue it would come back at once, again and again.
-            .filter(|placement| matches!(placement, Placement::Slot { .. }))
     }
 
     fn place(&self, deadline: Deadline, wanted: Wanted, now: Timestamp) -> Placement {

@@ -13,7 +13,7 @@ pub use order_timeout_core::problem::{Cause, Problem};
 pub const REPEAT_WARNING_EVERY: Duration = Duration::from_secs(300);
 
 /// The words of the causes that a worker reports, which are the metric's labels.
-pub const WORDS: [&str; 19] = {
+pub const WORDS: [&str; 18] = {
     use Cause as C;
     [
         C::Schema.as_str(),
@@ -26,7 +26,6 @@ pub const WORDS: [&str; 19] = {
         C::RelayStalled.as_str(),
         C::Topology.as_str(),
         C::AlarmsNotArriving.as_str(),
-        C::SlotNotConfirming.as_str(),
         C::AlarmsCirculate.as_str(),
         C::UnreadableMessage.as_str(),
         C::EventsRefused.as_str(),

@@ -148,9 +148,7 @@ impl BrokerInspections {
         if std::mem::take(&mut self.swept) {
             self.declare_again("orders were closed whose alarms did not arrive");
         }
-        self.slots.probe().await;
-        let is_found = self.topology_fault().is_some() || self.slots.why_avoided().is_some();
-        let pause = if is_found { AGAIN_AFTER } else { EVERY };
+        let pause = if self.topology_fault().is_some() { AGAIN_AFTER } else { EVERY };
         self.next_at = Instant::now() + pause;
     }
 
@@ -167,6 +165,5 @@ impl BrokerInspections {
     /// Reports what is wrong, and what is no more.
     fn report(&self) {
         self.recorder.degraded(Cause::Topology, self.topology_fault().as_deref());
-        self.recorder.degraded(Cause::SlotNotConfirming, self.slots.why_avoided().as_deref());
     }
 }

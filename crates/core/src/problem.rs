@@ -107,8 +107,6 @@ causes! {
     ForeignConsumers = "foreign_consumers": "they take alarms, and the sweep closes those orders late",
     /// A broker policy expires or drops alarms in our queues, or ends sessions.
     BrokerPolicy = "broker_policy": "alarms expire, are dropped or go elsewhere, and the sweep closes their orders late",
-    /// A queue of the wheel confirms nothing; alarms wait in others.
-    SlotNotConfirming = "slot_not_confirming": "alarms wait in the slots beside it; no order is late because of it",
     /// The broker returns alarms more often than the wheel needs.
     AlarmsCirculate = "alarms_circulate": "they cost the broker work; no order is late because of it",
     /// A queue holds a message that ends every session.

@@ -36,12 +36,11 @@ SELECT to_jsonb(w) FROM order_timeout_workers AS w
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
 /// What only a running worker can find.
-pub const FOUND_BY_WORKERS: [Cause; 7] = [
+pub const FOUND_BY_WORKERS: [Cause; 6] = [
     Cause::TimeZone,
     Cause::KindNotStarted,
     Cause::Reminders,
     Cause::AlarmsNotArriving,
-    Cause::SlotNotConfirming,
     Cause::AlarmsCirculate,
     Cause::UnreadableMessage,
 ];

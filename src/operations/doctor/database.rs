@@ -46,7 +46,7 @@ pub(super) async fn examine(settings: &Settings, checks: &mut Checks) -> Option<
 /// Checks that need the database, from this one on; and what only its workers can find.
 fn skip_from(first: Cause, why: &str, checks: &mut Checks) {
     checks.skip(first..=Cause::ProviderAway, why);
-    checks.skip(Cause::SlotNotConfirming.., why);
+    checks.skip(Cause::AlarmsCirculate.., why);
 }
 
 /// Whether our tables are there. If not, no other check of them is made.

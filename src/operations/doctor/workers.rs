@@ -38,7 +38,7 @@ pub(super) async fn examine(
         Err(error) => {
             let why = one_line(&error);
             checks.skip(Cause::NoWorker..=Cause::Reminders, &why);
-            checks.skip(Cause::SlotNotConfirming.., &why);
+            checks.skip(Cause::AlarmsCirculate.., &why);
             None
         }
     };
@@ -63,7 +63,7 @@ fn found_by_workers(live: &Registered, checks: &mut Checks) {
     if live.count() == 0 {
         checks.not_known(Cause::KindNotServed, "no worker runs");
         checks.skip(Cause::KindNotStarted..=Cause::Reminders, "no worker runs");
-        return checks.skip(Cause::SlotNotConfirming.., "no worker runs");
+        return checks.skip(Cause::AlarmsCirculate.., "no worker runs");
     }
     live.unserved().iter().for_each(|kind| checks.error(not_served(kind)));
     live.found().into_iter().for_each(|problem| match problem.cause {

@@ -35,10 +35,10 @@ async fn faults_of_workers_are_found(env: Arc<TestEnv>) {
 
     // What only a worker can find, until it finds it no more.
     let found =
-        r#"[{"cause": "slot_not_confirming", "what": "w", "why": "y", "fix": "f"}, {"cause": "of_a_later_version"}]"#;
+        r#"[{"cause": "alarms_circulate", "what": "w", "why": "y", "fix": "f"}, {"cause": "of_a_later_version"}]"#;
     register(&stack, "{order}", "{}").await;
     stack.sql(&format!("UPDATE order_timeout_workers SET problems = '{found}' WHERE host = 'shop-2'")).await;
-    let problem = stack.found(Cause::SlotNotConfirming).await;
+    let problem = stack.found(Cause::AlarmsCirculate).await;
     assert_eq!(problem.what, "w (host shop-2, pid 17)");
     stack.sql("DELETE FROM order_timeout_workers WHERE host = 'shop-2'").await;
     stack.assert_nothing_found("that worker stopped as well").await;
