@@ -1,4 +1,4 @@
-//! `order-timeout setup`: migrations and topology, idempotent.
+//! `order-timeout setup`: migrations and topology, idempotent; or prints or checks them.
 
 use anyhow::anyhow;
 use clap::Args;
@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::observe::inspect;
-use crate::postgres::{self, Database, shop_settings};
+use crate::postgres::{self, Database, migrations, shop_settings};
 
 /// Arguments of `setup`.
 #[derive(Debug, Args)]
@@ -17,6 +17,35 @@ pub struct SetupArgs {
     /// Print what was done as JSON
     #[arg(long)]
     json: bool,
+    /// Print the SQL that would be run on the database, for a tool that runs your migrations, and run nothing
+    #[arg(long, conflicts_with_all = ["json", "check"])]
+    print_sql: bool,
+    /// Change nothing, and name what is missing or differs on database and broker; exit code 1 if anything does
+    #[arg(long, conflicts_with = "json")]
+    check: bool,
+}
+
+/// Names what `setup` would create or change.
+async fn check(settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let mut differs = migrations::differences(&settings.database).await?;
+    if differs.is_empty() {
+        differs.extend(inspect::missing(settings).await?.into_iter().map(|problem| problem.what));
+    }
+    if settings.delay.strategy.needs_broker() {
+        let connection = connect::connect(&settings.amqp, "setup").await?;
+        let compared = settings.topology().compare(&connection).await;
+        connect::close(&connection, settings.amqp.connect_timeout).await;
+        differs.extend(compared?.faults.iter().map(ToString::to_string));
+    }
+    let mut answer = CommandOutcome { code: u8::from(!differs.is_empty()).into(), ..CommandOutcome::default() };
+    match differs.as_slice() {
+        [] => answer.line("database and broker are as this version sets them up"),
+        differs => {
+            differs.iter().for_each(|what| answer.line(what));
+            answer.line("run `order-timeout setup`, or what `order-timeout setup --print-sql` prints");
+        }
+    }
+    Ok(answer)
 }
 
 /// Returns why the broker may not keep what was declared.
@@ -32,6 +61,14 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<Opt
 /// # Errors
 /// If the database or the broker cannot be reached or refuses, or the schema is incomplete.
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
+    if args.print_sql {
+        let mut answer = CommandOutcome::default();
+        answer.lines(migrations::script(&settings.database).await?);
+        return Ok(answer);
+    }
+    if args.check {
+        return check(&settings).await;
+    }
     let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.
     let missing = inspect::missing(&settings).await?;

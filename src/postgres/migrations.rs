@@ -3,6 +3,7 @@
 //! The tables are in `migrations/`, of which none is edited after a release. The functions are in `sql/functions/`, and those
 //! of the default tables that are rendered from their mapping; each setup replaces all of them.
 
+use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use sqlx::migrate::{Migrate, MigrateError, Migration, MigrationType, Migrator};
@@ -12,7 +13,7 @@ use super::connect::{address, connect_options, first_connection};
 use super::error::{DatabaseError, is_forbidden, one_line, sqlstate};
 use super::{Database, ErrorClass, Target, classify, kind_functions};
 use crate::config::DatabaseSettings;
-use crate::mapping::default_tables;
+use crate::mapping::{default_tables, quote};
 
 /// Our own name, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
 const MIGRATIONS_TABLE: &str = "order_timeout_migrations";
@@ -126,8 +127,7 @@ pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, Databas
     let (mut connection, _) = first_connection(&options, settings, parameters).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
-    let functions = [FUNCTIONS, &kind_functions::creates(&default_tables::rendered().functions)].concat();
-    let replaced = sqlx::raw_sql(AssertSqlSafe(functions)).execute(&mut connection).await;
+    let replaced = sqlx::raw_sql(AssertSqlSafe(functions())).execute(&mut connection).await;
     // undefined_table, undefined_object: a shop with a table of its own may have dropped ours. What a worker lacks is named
     // by the inspection of the schema.
     if let Err(error) = replaced
@@ -138,6 +138,83 @@ pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, Databas
     // The migrations are committed, so an error while closing is ignored.
     let _ = connection.close().await;
     Ok(pending)
+}
+
+fn functions() -> String {
+    [FUNCTIONS, &kind_functions::creates(&default_tables::rendered().functions)].concat()
+}
+
+/// What [`migrate`] would run on this database now, for a tool that runs it in one transaction. A worker finds the migrations
+/// recorded as if `migrate` had run them.
+///
+/// # Errors
+/// [`DatabaseError`].
+pub async fn script(settings: &DatabaseSettings) -> Result<String, DatabaseError> {
+    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    let (mut connection, _) = first_connection(&options, settings, []).await?;
+    let pending = pending_migrations(&mut connection).await?;
+    let schema: Option<String> = sqlx::query_scalar("SELECT quote_ident(current_schema())")
+        .fetch_one(&mut connection)
+        .await
+        .map_err(|error| unreadable_migrations(&error))?;
+    let schema = schema.ok_or_else(|| {
+        DatabaseError(format!("search_path in database.url names no schema that exists; {NO_SCHEMA_HINT}"))
+    })?;
+    let _ = connection.close().await;
+    let mut script = format!(
+        "-- order-timeout {}: what `order-timeout setup` would run. One transaction, of the schema's owner.\nSELECT set_config('order_timeout.search_path', current_setting('search_path'), true);\nSET LOCAL search_path = {schema}, pg_temp;\nCREATE TABLE IF NOT EXISTS {MIGRATIONS_TABLE} (version bigint PRIMARY KEY, description text NOT NULL, installed_on timestamptz NOT NULL DEFAULT now(), success boolean NOT NULL, checksum bytea NOT NULL, execution_time bigint NOT NULL);\n",
+        env!("ORDER_TIMEOUT_VERSION")
+    );
+    for migration in MIGRATOR.iter().filter(|migration| pending.iter().any(|name| *name == *migration.description)) {
+        let checksum: String = migration.checksum.iter().map(|byte| format!("{byte:02x}")).collect();
+        script += &format!(
+            "\n-- {description}\n{sql}\nINSERT INTO {MIGRATIONS_TABLE} (version, description, success, checksum, execution_time) VALUES ({version}, {named}, true, '\\x{checksum}', 0);\n",
+            description = migration.description,
+            sql = migration.sql.as_str(),
+            version = migration.version,
+            named = quote::literal(&migration.description),
+        );
+    }
+    // The tool writes its own record in the same transaction.
+    Ok(script
+        + "\n"
+        + &functions()
+        + "\nSELECT set_config('search_path', current_setting('order_timeout.search_path'), true);")
+}
+
+/// A function of ours, and its definition.
+const DEFINED: &str = "
+    SELECT p.proname || '(' || pg_get_function_identity_arguments(p.oid) || ')', pg_get_functiondef(p.oid)
+    FROM pg_proc p WHERE p.pronamespace = current_schema()::regnamespace AND p.prokind = 'f' ORDER BY 1";
+
+/// How this database differs from what [`migrate`] would leave behind, in words: migrations that are pending; without
+/// any, functions. Changes nothing: the functions are replaced in a transaction that is rolled back.
+///
+/// # Errors
+/// [`DatabaseError`].
+pub async fn differences(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
+    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
+    let (mut connection, _) = first_connection(&options, settings, parameters).await?;
+    let pending = pending_migrations(&mut connection).await?;
+    if !pending.is_empty() {
+        return Ok(pending.iter().map(|name| format!("the migration {name:?} is missing")).collect());
+    }
+    let other =
+        other_functions(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error.into())))?;
+    let _ = connection.close().await;
+    Ok(other.iter().map(|name| format!("the function {name} is not the one of this version")).collect())
+}
+
+async fn other_functions(connection: &mut PgConnection) -> Result<Vec<String>, sqlx::Error> {
+    let mut transaction = connection.begin().await?;
+    let before: BTreeMap<String, String> =
+        sqlx::query_as(DEFINED).fetch_all(&mut *transaction).await?.into_iter().collect();
+    sqlx::raw_sql(AssertSqlSafe(functions())).execute(&mut *transaction).await?;
+    let after: Vec<(String, String)> = sqlx::query_as(DEFINED).fetch_all(&mut *transaction).await?;
+    transaction.rollback().await?;
+    let differs = |(name, definition): (String, String)| (before.get(&name) != Some(&definition)).then_some(name);
+    Ok(after.into_iter().filter_map(differs).collect())
 }
 
 fn why_not_migrated(error: &MigrateError) -> String {
@@ -159,7 +236,7 @@ fn why_not_migrated(error: &MigrateError) -> String {
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
             if sqlstate(inner).as_deref() == Some("3F000") =>
         {
-            "create the schema that search_path in database.url names, such as CREATE SCHEMA order_timeout, and run `order-timeout setup` again"
+            NO_SCHEMA_HINT
         }
         _ => "correct the cause and run `order-timeout setup` again",
     };
@@ -169,6 +246,8 @@ fn why_not_migrated(error: &MigrateError) -> String {
     };
     format!("the database schema could not be brought up to date: {why}; {hint}")
 }
+
+const NO_SCHEMA_HINT: &str = "create the schema that search_path in database.url names, such as CREATE SCHEMA order_timeout, and run `order-timeout setup` again";
 
 /// The fix for a database user without the necessary rights. Since PostgreSQL 15 only its owner may write into
 /// `public`.

@@ -19,7 +19,7 @@ use order_timeout_testkit::proxy::Proxy;
 use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_promised, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
-use sqlx::Executor;
+use sqlx::{AssertSqlSafe, Executor};
 use uuid::Uuid;
 
 /// A password that equals no other text, so that it is found wherever it leaks.
@@ -521,6 +521,41 @@ fn setup_is_idempotent() {
         assert!(stdout.starts_with("database: ") && stdout.contains(": up to date\n"), "{stdout}");
         let counts = format!("{} queues and {} bindings; any that", topology.queues.len(), topology.bindings.len());
         assert!(stdout.contains(&counts) && stdout.contains("AMQP does not say which"), "{stdout}");
+    });
+}
+
+#[test]
+fn printed_setup_is_what_setup_does() {
+    TestEnv::builder().run(async |env| {
+        env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+        let (code, stdout, stderr) = call(&env, &["setup", "--check"]).await;
+        assert_eq!((code, stderr.as_str()), (1, ""));
+        assert_eq!(stdout.matches("the migration ").count(), migration_files(), "{stdout}");
+        assert!(stdout.contains("--print-sql"), "{stdout}");
+        let (code, script, stderr) = call(&env, &["setup", "--print-sql"]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        assert!(call(&env, &["setup", "--check"]).await.1.contains("the migration "), "nothing was run");
+
+        let mut transaction = env.pool.begin().await.unwrap();
+        transaction.execute(AssertSqlSafe(script)).await.unwrap();
+        transaction.commit().await.unwrap();
+        let clean = (0, "database and broker are as this version sets them up\n".to_owned(), String::new());
+        assert_eq!(call(&env, &["setup", "--check"]).await, clean);
+        let (code, stdout, _) = call(&env, &["setup", "--json"]).await;
+        assert!(code == 0 && stdout.contains(r#""migrations_applied":[]"#), "{stdout}");
+
+        env.pool.execute("ALTER FUNCTION release_excess(text, text, bigint) RESET search_path").await.unwrap();
+        let lost = env.settings.topology().queues.last().unwrap().name.clone();
+        env.channel().queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
+        for _ in 0..2 {
+            let (code, stdout, _) = call(&env, &["setup", "--check"]).await;
+            assert_eq!(code, 1);
+            for part in ["the function release_excess(", "is not the one of this version", &lost] {
+                assert!(stdout.contains(part), "{stdout:?} lacks {part:?}");
+            }
+        }
+        call(&env, &["setup"]).await;
+        assert_eq!(call(&env, &["setup", "--check"]).await, clean);
     });
 }
 
