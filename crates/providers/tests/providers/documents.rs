@@ -101,7 +101,8 @@ fn shown_meaning(meaning: Meaning, not_known: NotKnown) -> String {
                 after.as_secs() / 3_600
             ),
         },
-        Meaning::Unknown(why) => format!("unknown: {why}"),
+        // The worker says why where it is met.
+        Meaning::Unknown(_) => "unknown".into(),
         Meaning::AskAgain => "what `ask` then says".into(),
     }
 }
