@@ -28,9 +28,9 @@ CREATE TABLE orders (
     CONSTRAINT only_closed_orders_carry_a_close
         CHECK (status = 'closed' OR (closed_at IS NULL AND closed_by IS NULL AND close_reason IS NULL)),
     CONSTRAINT closed_by_is_a_known_path
-        CHECK (closed_by IN ('alarm', 'look_ahead', 'sweep', 'manual')),
+        CHECK (closed_by IN ('alarm', 'look_ahead', 'sweep', 'manual', 'released')),
     CONSTRAINT no_order_is_closed_early
-        CHECK (closed_at >= expires_at),
+        CHECK (closed_at >= expires_at OR closed_by = 'released'),
     -- Anything else could never be paid: a payment's currency is three capital letters.
     CONSTRAINT the_currency_is_three_letters CHECK (currency ~ '^[A-Z]{3}$'),
     CONSTRAINT an_order_costs_no_negative_amount CHECK (amount_minor >= 0),
@@ -94,11 +94,12 @@ CREATE TABLE order_events (
     order_id uuid NOT NULL,
     event    text NOT NULL,
     at       timestamptz NOT NULL DEFAULT clock_timestamp(),
-    -- Which path did it ('alarm', 'look_ahead', 'sweep', 'manual' for a close).
+    -- Which path did it ('alarm', 'look_ahead', 'sweep', 'manual', 'released' for a close).
     by       text,
     reason   text,
-    -- Which operator asked for a change, why, and in which run of a command. NULL for what a worker or the shop did. One
-    -- command may change many orders; a run that was interrupted is resumed by what it has already written.
+    -- Which operator asked for a change, why, and in which run of a command; why also for what the shop released. NULL for
+    -- what a worker or the shop did. One command may change many orders; a run that was interrupted is resumed by what it has
+    -- already written.
     who      text,
     why      text,
     run      uuid,

@@ -7,7 +7,7 @@ CREATE OR REPLACE FUNCTION default_order_key(order_id text) RETURNS uuid LANGUAG
     FROM regexp_replace(lower(btrim(order_id, E' \t\r\n')), '^urn:uuid:', '') AS k (id)
 $$;
 
--- The function of a kind that does this: `id`, `order`, `count` or `consume`. Those of a mapped table are rendered from its
+-- The function of a kind that does this: `id`, `order`, `close`, `count` or `consume`. Those of a mapped table are rendered from its
 -- mapping (`order-timeout adopt --install`); the kind `order` has those of the default tables until there are others.
 CREATE OR REPLACE FUNCTION function_of_kind(kind text, what text) RETURNS text LANGUAGE plpgsql STABLE
 SET search_path FROM CURRENT AS $$
@@ -19,10 +19,10 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     ELSIF to_regproc(mapped) IS NOT NULL THEN
         RETURN mapped;
-    ELSIF kind = 'order' THEN
+    ELSIF kind = 'order' AND to_regproc('kind_order_close') IS NULL THEN
         RETURN 'default_' || what;
     END IF;
-    RAISE 'final: the kind % has no functions for payments; run order-timeout adopt --kind % --install', kind, kind
+    RAISE 'final: the kind % has no function % yet; write its mapping, and run order-timeout adopt --kind % --install', kind, what, kind
         USING ERRCODE = 'invalid_parameter_value';
 END $$;
 

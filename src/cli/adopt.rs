@@ -8,8 +8,8 @@ use serde_json::json;
 
 use crate::cli::{CommandOutcome, OfKind, connect};
 use crate::config::Settings;
-use crate::config::kinds::key_of;
 use crate::effects::sweep::Sweeper;
+use crate::mapping::KindFunction;
 use crate::operations::adopt::check::{self, CheckReport};
 use crate::operations::adopt::propose::{self, Proposal};
 use crate::operations::adopt::{Finding, Level};
@@ -30,8 +30,8 @@ pub struct AdoptArgs {
     /// Allow workers to close the orders that are overdue already, however many they are
     #[arg(long)]
     accept_backlog: bool,
-    /// Create the functions by which payments pay its orders, as the mapping says: in the schema of our own tables, by its
-    /// owner. `order-timeout sql` prints them
+    /// Create the functions that release its orders, and by which payments pay them, as the mapping says: in the schema of our
+    /// own tables, by its owner. `order-timeout sql` prints them
     #[arg(long, conflicts_with_all = ["table", "check", "accept_backlog"])]
     install: bool,
     /// Print the result as JSON
@@ -84,16 +84,18 @@ async fn accept(database: &Database, settings: &Settings, kind: &Kind, json: boo
 async fn install(database: &Database, settings: &Settings, kind: &Kind, json: bool) -> anyhow::Result<CommandOutcome> {
     let functions = orders_statements::statements(database, settings, kind).await?.functions;
     if functions.is_empty() {
-        let key = key_of(kind, "pay");
-        bail!("there is nothing to create, because {key} is not given; write what a paid order's columns are set to");
+        bail!(
+            "there is nothing to create, because kinds.{kind}.table is not given; write it (the default tables need none)"
+        );
     }
     kind_functions::install(database, &functions).await?;
+    let paid = if KindFunction::pay(&functions) { ", and payment_received pays them" } else { "" };
     let names: Vec<String> = functions.into_iter().map(|function| function.name).collect();
     let mut outcome = CommandOutcome::default();
     if json {
         outcome.line(json!({ "functions": names }));
     } else {
-        outcome.line(format!("created {}: payment_received pays orders of kind {kind} now", names.join(", ")));
+        outcome.line(format!("created {}: release closes orders of kind {kind} now{paid}", names.join(", ")));
     }
     Ok(outcome)
 }

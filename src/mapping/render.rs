@@ -32,7 +32,7 @@ pub struct Rendered {
     pub index: String,
     /// What operators ask.
     pub questions: Questions,
-    /// How payments pay its orders; none without `pay`.
+    /// How its orders are released, and with `pay` how payments pay them.
     pub functions: Vec<KindFunction>,
 }
 
@@ -43,7 +43,7 @@ pub struct Rendered {
 pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
     let parts = Parts::new(words, table, facts)?;
     let (close, overdue, deadline, index) = (parts.close()?, parts.overdue(), parts.deadline(), parts.index());
-    let (questions, functions) = (parts.questions()?, parts.functions()?);
+    let (questions, functions) = (parts.questions()?, parts.functions(&close)?);
     Ok(Rendered { close, overdue, deadline, index, questions, functions })
 }
 
@@ -54,6 +54,10 @@ const ZONELESS: [&str; 3] = ["timestamp", "date", "time"];
 const NOW: &str = "now";
 /// A value that `close` may write: the path that closes the order, as its event says.
 const PATH: &str = "path";
+
+/// A condition on `d`, a row of `ot_decided` with a deadline. The moment is one for all orders; a release does not wait for theirs.
+const IS_DUE: &str =
+    "d.deadline <= (SELECT CASE WHEN $2::text = 'released' THEN 'infinity' ELSE m.now END FROM ot_moment m)";
 
 /// Part of the error with which the close refuses to leave an order open.
 pub const LEAVES_OPEN: &str = "leaves the order open";
@@ -406,12 +410,18 @@ impl<'a> Parts<'a> {
         let utc = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'";
         let KindWords { event, reason, .. } = self.words;
         let (kind_column, kind) = self.kind_column();
+        let order_id =
+            if self.claims() { "d.order_id".to_owned() } else { ids::print(&numbered("d.k", self.id.len())) };
+        let payload = format!(
+            "jsonb_build_object(\n               'order_id', {order_id},\n               'deadline', to_char(d.deadline AT TIME ZONE 'UTC', {utc}),\n               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', {utc}) FROM ot_moment m),\n               'closed_by', $2::text,\n               'reason', {})",
+            literal(reason)
+        );
+        // Written twice: an operator for each row would cost a hundredth of the close.
         format!(
-            "INSERT INTO event_outbox (routing_key, type, payload{kind_column})\n    SELECT {}, {},\n           jsonb_build_object(\n               'order_id', {},\n               'deadline', to_char(d.deadline AT TIME ZONE 'UTC', {utc}),\n               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', {utc}) FROM ot_moment m),\n               'closed_by', $2::text,\n               'reason', {}){kind}\n    FROM ot_decided d\n    WHERE ({is_closed}) IS TRUE\n    RETURNING 1",
+            "INSERT INTO event_outbox (routing_key, type, payload{kind_column})\n    SELECT {}, {},\n           CASE WHEN {why} IS NULL THEN {payload}\n           ELSE {payload} || jsonb_build_object('why', {why}) END{kind}\n    FROM ot_decided d\n    WHERE ({is_closed}) IS TRUE\n    RETURNING 1",
             literal(event),
             literal(&format!("{event}.v1")),
-            if self.claims() { "d.order_id".to_owned() } else { ids::print(&numbered("d.k", self.id.len())) },
-            literal(reason),
+            why = setting("why"),
         )
     }
 
@@ -659,6 +669,11 @@ fn stock_update(
         matches.join(" AND "),
         sorted = numbered("i.s", keys).join(", "),
     ))
+}
+
+/// What `Operator` and the function `release` say for their transaction; NULL otherwise.
+fn setting(name: &str) -> String {
+    format!("(SELECT nullif(current_setting('order_timeout.{name}', true), ''))")
 }
 
 fn step(head: &str, body: &str) -> String {

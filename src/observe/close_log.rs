@@ -40,7 +40,7 @@ impl CloseLog {
             ClosedBy::LookAhead => closed.by_look_ahead += 1,
             ClosedBy::Sweep => closed.by_sweep += 1,
             // Not by a worker.
-            ClosedBy::Manual => {}
+            ClosedBy::Manual | ClosedBy::Released => {}
         }
         lateness.into_iter().for_each(|lateness| closed.lateness.note(lateness));
     }

@@ -150,7 +150,7 @@ const fn index(by: ClosedBy) -> usize {
         ClosedBy::Alarm => 0,
         ClosedBy::LookAhead => 1,
         ClosedBy::Sweep => 2,
-        ClosedBy::Manual => 3,
+        ClosedBy::Manual | ClosedBy::Released => 3,
     }
 }
 

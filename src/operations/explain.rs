@@ -147,23 +147,27 @@ fn summary(story: &OrderStory, dates: Option<&RowDates>) -> String {
     };
     let status = row.status.as_deref().unwrap_or("open and overdue");
     let closed = dates.and_then(|dates| Some((dates.closed_at?, dates.closed_by.as_deref()?)));
+    let why = story.history.iter().flatten().find(|entry| entry.event == "closed").and_then(|entry| entry.why.as_ref());
+    let because = why.map_or_else(String::new, |why| format!(", because {why}"));
     match (closed, &row.deadline) {
-        (Some((at, by)), Some(deadline)) => format!("it is {status}: {}", closed_in_words(at, by, deadline)),
+        (Some((at, by)), Some(deadline)) => format!("it is {status}: {}{because}", closed_in_words(at, by, deadline)),
         (_, Some(deadline)) => format!("it is {status}; its deadline is {deadline}"),
         (_, None) => format!("it is {status}; it has no deadline"),
     }
 }
 
-/// "by alarm, 3 ms after its deadline"
+/// "by its alarm, 3 ms after its deadline"
 fn closed_in_words(at: Timestamp, by: &str, deadline: &str) -> String {
     let path = match by {
         "alarm" => "by its alarm",
         "look_ahead" => "by reading ahead, without an alarm",
         "sweep" => "by the sweep",
         "manual" => "by hand",
+        "released" => "released",
         other => other,
     };
     match read_rfc3339(deadline) {
+        Some(deadline) if at < deadline => format!("{path}, {} before its deadline", in_words(deadline.since(at))),
         Some(deadline) => format!("{path}, {} after its deadline", in_words(at.since(deadline))),
         None => path.to_owned(),
     }

@@ -36,7 +36,7 @@ pub struct OrdersStatements {
     pub deadline: DeadlineStatement,
     /// What a mapping tells operators about its table.
     pub questions: Option<Questions>,
-    /// What pays its orders; none without a mapping of the shop's own that says how.
+    /// What releases and pays its orders; none without a mapping of the shop's own.
     pub functions: Vec<KindFunction>,
 }
 
@@ -129,7 +129,7 @@ fn of_mapping(
     }
 }
 
-/// Refuses a mapping whose functions are not in the database as it says.
+/// Refuses a mapping whose functions are not in the database as it says. One without `pay` needs none for its worker.
 ///
 /// # Errors
 /// [`DatabaseError`] names them, and the command that creates them.
@@ -138,21 +138,36 @@ pub async fn require_functions(
     kind: &Kind,
     functions: &[KindFunction],
 ) -> Result<(), DatabaseError> {
-    let left = kind_functions::are_there(database, kind).await.map_err(|error| DatabaseError(one_line(&error)))?;
-    if functions.is_empty() && left {
+    let is_there = async |what: &str| {
+        let found = kind_functions::is_there(database, kind, what).await;
+        found.map_err(|error| DatabaseError(one_line(&error)))
+    };
+    let (pay, is_installed) = (KindFunction::pay(functions), is_there("close").await?);
+    if !pay && is_installed && (functions.is_empty() || is_there("count").await?) {
         return Err(DatabaseError(format!(
-            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION kind_{kind}_id, kind_{kind}_order, kind_{kind}_count, kind_{kind}_consume",
+            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION IF EXISTS kind_{kind}_id, kind_{kind}_order, kind_{kind}_close, kind_{kind}_count, kind_{kind}_consume",
             kinds::key_of(kind, "pay")
         )));
     }
+    if pay || is_installed { require_installed(database, kind, functions).await } else { Ok(()) }
+}
+
+/// Refuses functions that are not in the database as the mapping says.
+///
+/// # Errors
+/// [`DatabaseError`] names them, and the command that creates them.
+pub async fn require_installed(
+    database: &Database,
+    kind: &Kind,
+    functions: &[KindFunction],
+) -> Result<(), DatabaseError> {
     let missing = kind_functions::not_installed(database, functions).await;
     let missing = missing.map_err(|error| DatabaseError(one_line(&error)))?;
     if missing.is_empty() {
         return Ok(());
     }
     Err(DatabaseError(format!(
-        "{} says how payments pay orders, but the functions for that are not in the database as the mapping says ({}); run `order-timeout adopt --kind {kind} --install` as the owner of the schema",
-        kinds::key_of(kind, "pay"),
+        "kinds.{kind}.table says how orders are released and paid, but the functions for that are not in the database as the mapping says ({}); run `order-timeout adopt --kind {kind} --install` as the owner of the schema",
         missing.join(", ")
     )))
 }

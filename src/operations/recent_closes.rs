@@ -4,6 +4,7 @@
 //! many there are.
 
 use order_timeout_core::message::read_rfc3339;
+use order_timeout_core::order::ClosedBy;
 use serde::Serialize;
 
 use crate::postgres::Database;
@@ -17,10 +18,10 @@ pub struct RecentClose {
     pub order_id: String,
     /// When it was closed, RFC 3339.
     pub closed_at: String,
-    /// How long after its deadline, in milliseconds.
+    /// How long after its deadline, in milliseconds; `None` if it was released before.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub late_ms: Option<f64>,
-    /// What closed it: `alarm`, `look_ahead`, `sweep` or `manual`.
+    /// What closed it: `alarm`, `look_ahead`, `sweep`, `manual` or `released`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub closed_by: Option<String>,
 }
@@ -46,7 +47,8 @@ pub async fn recent_closes(database: &Database) -> Result<Vec<RecentClose>, sqlx
 }
 
 fn read((kind, order_id, closed_at, deadline, closed_by): Row) -> RecentClose {
-    let deadline = deadline.as_deref().and_then(read_rfc3339);
+    let is_released = closed_by.as_deref() == Some(ClosedBy::Released.as_str());
+    let deadline = deadline.as_deref().filter(|_| !is_released).and_then(read_rfc3339);
     let late_ms = read_rfc3339(&closed_at).zip(deadline).map(|(at, deadline)| at.since(deadline).as_secs_f64() * 1e3);
     RecentClose { kind, order_id, closed_at, late_ms, closed_by }
 }
@@ -57,11 +59,12 @@ mod tests {
 
     #[test]
     fn lateness_is_known_where_both_times_are() {
-        let close = |deadline: Option<&str>| {
+        let close = |deadline: Option<&str>, by: &str| {
             let at = "2026-11-20T10:30:00.004000Z".to_owned();
-            read(("order".into(), "17".into(), at, deadline.map(str::to_owned), Some("alarm".into()))).late_ms
+            read(("order".into(), "17".into(), at, deadline.map(str::to_owned), Some(by.into()))).late_ms
         };
-        assert_eq!(close(Some("2026-11-20T10:30:00.000000Z")), Some(4.0));
-        assert_eq!((close(None), close(Some("no time"))), (None, None));
+        assert_eq!(close(Some("2026-11-20T10:30:00.000000Z"), "alarm"), Some(4.0));
+        assert_eq!((close(None, "alarm"), close(Some("no time"), "alarm")), (None, None));
+        assert_eq!(close(Some("2026-11-20T10:45:00.000000Z"), "released"), None);
     }
 }

@@ -35,12 +35,12 @@ pub(super) fn creates(functions: &[KindFunction]) -> String {
     functions.iter().map(create).collect()
 }
 
-/// Whether a kind has functions, of whatever mapping.
+/// Whether a kind has the function that does this, of whatever mapping.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn are_there(database: &Database, kind: &Kind) -> Result<bool, sqlx::Error> {
-    let query = sqlx::query_scalar("SELECT to_regproc($1) IS NOT NULL").bind(format!("kind_{kind}_order"));
+pub async fn is_there(database: &Database, kind: &Kind, what: &str) -> Result<bool, sqlx::Error> {
+    let query = sqlx::query_scalar("SELECT to_regproc($1) IS NOT NULL").bind(format!("kind_{kind}_{what}"));
     database.run(async |connection| query.fetch_one(connection).await).await
 }
 

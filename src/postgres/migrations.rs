@@ -46,6 +46,7 @@ const FUNCTIONS: &str = concat!(
     include_str!("../../sql/functions/payment_received.sql"),
     include_str!("../../sql/functions/settle_asked_order.sql"),
     include_str!("../../sql/functions/paid_without_report.sql"),
+    include_str!("../../sql/functions/release.sql"),
 );
 
 fn migration((name, sql): (&'static str, &'static str)) -> Migration {

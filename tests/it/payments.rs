@@ -681,14 +681,14 @@ fn own_table_gets_late_money_listed() {
 #[test]
 fn guide_statements_run_as_printed() {
     let blocks: Vec<&str> = GUIDE.split("```sql\n").skip(1).map(|block| block.split("```").next().unwrap()).collect();
-    let [grant, attempt, pay, release, create, reserve, read] = blocks[..] else {
+    let [grant, attempt, pay, fail, release, create, reserve, read] = blocks[..] else {
         panic!("the guide has {} SQL blocks", blocks.len())
     };
     assert!(grant.starts_with("GRANT "), "run by callback_needs_only_execute");
     TestEnv::builder().without_broker().run(async move |env| {
         let create_order = "INSERT INTO orders (id, expires_at)
                             VALUES ('01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c', now() + interval '1 min')";
-        for sql in [create_order, attempt, create, reserve, release, read, pay, read] {
+        for sql in [create_order, attempt, create, reserve, release, read, pay, read, fail] {
             execute(&env, sql).await;
         }
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'paid'").await, 1);

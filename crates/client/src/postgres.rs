@@ -1,11 +1,11 @@
-//! Schedules an alarm, moves a deadline, or reports a payment, inside the caller's Postgres transaction.
+//! Schedules an alarm, moves a deadline, reports a payment, or releases an order, inside the caller's Postgres transaction.
 //!
 //! For a database with the tables of `order-timeout setup`, which must be on the connection's `search_path`:
 //! [`schedule`] writes into `alarm_outbox`, and [`move_deadline`] also into the default table `orders`. Opens no
 //! connection and commits nothing.
 //!
 //! The row decides, so a later deadline changes only the row: after any number of extensions the order has one alarm.
-//! Only an earlier deadline needs an alarm of its own. [`payment_received`] is for the callback of a payment provider.
+//! Only an earlier deadline needs an alarm of its own. [`payment_received`] and [`release`] are for the callback of a payment provider.
 //! Cancelling an order needs nothing from here.
 
 mod payments;
@@ -18,7 +18,9 @@ use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgHasArrayType, PgTypeInfo, PgValueRef};
 use sqlx::{AssertSqlSafe, PgConnection, PgExecutor, Postgres, Row};
 
-pub use payments::{LateReason, PaymentError, PaymentOutcome, PaymentVerdict, payment_received};
+pub use payments::{
+    LateReason, PaymentError, PaymentOutcome, PaymentVerdict, ReleaseError, Released, payment_received, release,
+};
 
 /// The statement of [`move_deadline`]; services in other languages use the same file.
 const DEADLINE_SQL: &str = include_str!("../sql/deadline.sql");

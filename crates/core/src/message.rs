@@ -211,7 +211,7 @@ impl Alarm {
 pub struct OrderClosed {
     /// The id as the orders table prints it; the alarm may have spelled it differently.
     pub order_id: OrderId,
-    /// The deadline in the order's row when it was closed; not after `closed_at`.
+    /// The deadline in the order's row when it was closed; not after `closed_at`, unless the order was released.
     #[serde(with = "rfc3339_time")]
     pub deadline: Deadline,
     /// The database's time once the order's row was locked; the commit is later.
@@ -221,6 +221,9 @@ pub struct OrderClosed {
     pub closed_by: ClosedBy,
     /// Why the order was closed; that of the default tables is `unpaid`.
     pub reason: String,
+    /// What the shop said when it released the order, or an operator who closed it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
 }
 
 /// The first and the last time that RFC 3339 can write in UTC. An offset, or rounding, can lead beyond them; a time

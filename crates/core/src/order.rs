@@ -216,6 +216,8 @@ pub enum ClosedBy {
     Sweep,
     /// A person asked for it on the command line.
     Manual,
+    /// Before its deadline: the shop said that its payment has failed for good. No worker does it.
+    Released,
 }
 
 impl ClosedBy {
@@ -227,13 +229,15 @@ impl ClosedBy {
             Self::LookAhead => "look_ahead",
             Self::Sweep => "sweep",
             Self::Manual => "manual",
+            Self::Released => "released",
         }
     }
 
     /// Reads that word; `None` for any other.
     #[must_use]
     pub fn from_word(word: &str) -> Option<Self> {
-        [Self::Alarm, Self::LookAhead, Self::Sweep, Self::Manual].into_iter().find(|by| by.as_str() == word)
+        let all = [Self::Alarm, Self::LookAhead, Self::Sweep, Self::Manual, Self::Released];
+        all.into_iter().find(|by| by.as_str() == word)
     }
 }
 

@@ -7,7 +7,7 @@ use sqlx::PgPool;
 pub struct Ledger {
     /// Orders with more than one close in their history.
     pub closed_twice: i64,
-    /// Orders closed before the deadline in their row.
+    /// Orders closed before the deadline in their row, without those that were released.
     pub early: i64,
     /// Orders that are paid and have a close in their history, without those that late money has reopened.
     pub paid_closed: i64,
@@ -26,7 +26,7 @@ impl Ledger {
         let (closed_twice, early, paid_closed, reserved, promised) = sqlx::query_as(
             "SELECT (SELECT count(*) FROM (SELECT FROM order_events WHERE event = 'closed'
                                            GROUP BY order_id HAVING count(*) > 1) AS twice),
-                    (SELECT count(*) FROM orders WHERE closed_at < expires_at),
+                    (SELECT count(*) FROM orders WHERE closed_at < expires_at AND closed_by <> 'released'),
                     (SELECT count(*) FROM orders o JOIN order_events e ON e.order_id = o.id
                      WHERE o.status = 'paid' AND e.event = 'closed'
                        AND NOT EXISTS (SELECT FROM order_events r WHERE r.order_id = o.id AND r.event = 'reopened')),

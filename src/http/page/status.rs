@@ -233,6 +233,7 @@ fn recent_table(status: &Status) -> Markup {
         "alarm" => "its alarm",
         "look_ahead" => "reading ahead",
         "sweep" => "the sweep",
+        "released" => "a release",
         _ => "hand",
     };
     let closes = status.recently_closed.as_deref().unwrap_or_default();

@@ -1,23 +1,29 @@
-//! How payments pay the orders of a mapped table: what the close claims instead, because a provider must be asked, and the
-//! functions of the kind that `sql/functions/order_keys.sql` calls.
+//! How a shop's transactions pay and release the orders of a mapped table: what the close claims instead, because a provider
+//! must be asked, and the functions of the kind that those of `sql/functions/` call.
 //!
-//! Pure. Nothing here is rendered for a mapping without `pay`.
+//! Pure. A mapping without `pay` has only what releases an order.
 
 use std::collections::BTreeMap;
 
 use super::{
-    LEAVES_OPEN, MappingError, NOW, PATH, Parts, StockColumns, among, among_those, as_numbered, ended, ids, literal,
-    name, numbered, step, stock_update,
+    IS_DUE, LEAVES_OPEN, MappingError, NOW, PATH, Parts, StockColumns, among, among_those, as_numbered, ended, ids,
+    literal, name, numbered, setting, step, stock_update,
 };
 
+/// A release claims nothing.
+const MAY_CLAIM: &str = "NOT $4::boolean AND $2::text <> 'released'";
+
 /// Orders that are claimed now. Looked up in a hash table, and no join: the planner expects a few rows.
-const TO_CLAIM: &str = " WHERE NOT $4::boolean AND (t.order_id IN (SELECT q.order_id FROM ot_to_ask q)) IS TRUE";
+const IS_TO_ASK: &str = "(t.order_id IN (SELECT q.order_id FROM ot_to_ask q)) IS TRUE";
 
 /// A row that is open again was claimed before, and a person has opened it: this is a new claim.
 const NEW_CLAIM: &str = "DO UPDATE\n        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,\n            claimed_at = excluded.claimed_at, queue = excluded.queue,\n            step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,\n            next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,\n            unresolved_reason = NULL, unresolved_at = NULL";
 
 /// Functions of the default tables that are not rendered (`sql/functions/default_orders.sql`).
 const WRITTEN_FOR_DEFAULT_TABLES: [&str; 4] = ["default_id", "default_order", "default_count", "default_consume"];
+
+/// What the function does that only a kind with `pay` has.
+const COUNT: &str = "count";
 
 /// A function of a kind, as `adopt --install` creates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +47,12 @@ impl KindFunction {
         format!(
             "CREATE OR REPLACE FUNCTION {name}{signature} LANGUAGE {language} SET search_path FROM CURRENT AS $order_timeout${body}$order_timeout$"
         )
+    }
+
+    /// Whether these pay orders.
+    #[must_use]
+    pub fn pay(functions: &[Self]) -> bool {
+        functions.iter().any(|function| function.name.ends_with(COUNT))
     }
 }
 
@@ -97,9 +109,7 @@ impl Parts<'_> {
         if !self.claims() {
             return Ok(vec![step(
                 "ot_due AS MATERIALIZED",
-                &format!(
-                    "SELECT {keys} FROM ot_decided d\n    WHERE d.is_open AND NOT d.is_paid AND d.deadline <= (SELECT m.now FROM ot_moment m)"
-                ),
+                &format!("SELECT {keys} FROM ot_decided d\n    WHERE d.is_open AND NOT d.is_paid\n      AND {IS_DUE}"),
             )]);
         }
         let kind = self.kind_literal();
@@ -122,7 +132,7 @@ impl Parts<'_> {
             step(
                 "ot_overdue AS MATERIALIZED",
                 &format!(
-                    "SELECT {keys}, d.order_id FROM ot_decided d\n    WHERE {is_due} AND NOT d.is_paid\n      AND d.deadline <= (SELECT m.now FROM ot_moment m)"
+                    "SELECT {keys}, d.order_id FROM ot_decided d\n    WHERE {is_due} AND NOT d.is_paid\n      AND {IS_DUE}"
                 ),
             ),
             // Whatever this worker's settings are: one that cannot ask leaves the order to one that can.
@@ -149,8 +159,8 @@ impl Parts<'_> {
             return Ok((Vec::new(), ""));
         }
         let Some(closing) = &self.table.closing else {
-            let claim =
-                self.claim("NOT $4::boolean AND q.order_id NOT IN (SELECT c.order_id FROM ot_claimed c)", "DO NOTHING");
+            let unclaimed = format!("{MAY_CLAIM} AND q.order_id NOT IN (SELECT c.order_id FROM ot_claimed c)");
+            let claim = self.claim(&unclaimed, "DO NOTHING");
             let outcomes = "\n           WHEN d.order_id IN (SELECT c.order_id FROM ot_claim c) THEN 'claimed'\n           WHEN d.order_id IN (SELECT c.order_id FROM ot_claimed c)\n               OR d.order_id IN (SELECT q.order_id FROM ot_to_ask q) THEN 'closing'";
             return Ok((vec![claim], outcomes));
         };
@@ -165,7 +175,6 @@ impl Parts<'_> {
     /// No worker has the order yet: those with its provider take it over (`sql/resume_closing.sql`). In one order, because a
     /// row of an earlier claim may be locked.
     fn claim(&self, which: &str, if_there_is_one: &str) -> String {
-        let setting = |setting: &str| format!("(SELECT nullif(current_setting('order_timeout.{setting}', true), ''))");
         step(
             "ot_claim",
             &format!(
@@ -186,7 +195,7 @@ impl Parts<'_> {
             "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {id} AS order_id,\n        CASE WHEN ({}) IS TRUE THEN ('kinds.{kind}.table.closing makes the order paid; set there what paid does not test. Order ' || {id})::integer\n             WHEN ({}) IS TRUE THEN ('kinds.{kind}.table.closing {LEAVES_OPEN}; set there what open tests. Order ' || {id})::integer END AS ot_wrong",
             self.orders(),
             self.assignments("closing", closing)?,
-            among_those(&self.id_columns(&alias), "ot_overdue", "k", TO_CLAIM),
+            among_those(&self.id_columns(&alias), "ot_overdue", "k", &format!(" WHERE {MAY_CLAIM} AND {IS_TO_ASK}")),
             ended(&self.table.paid),
             ended(&self.table.open),
         ))
@@ -216,19 +225,9 @@ impl Parts<'_> {
         is_needed.then(|| format!("(({id}) IN ({claimed})) IS NOT TRUE"))
     }
 
-    /// The functions of the kind; none without `pay`. Of the built-in mapping those that `sql/functions/default_orders.sql` has
-    /// not, under the names of the default tables; `setup` creates them.
-    pub(super) fn functions(&self) -> Result<Vec<KindFunction>, MappingError> {
-        let Some(pay) = &self.table.pay else { return Ok(Vec::new()) };
-        if self.table.amount.is_some()
-            && let Some(fault) = &self.facts.money_fault
-        {
-            return Err(fault.clone());
-        }
-        if self.id.iter().any(|(_, kind)| kind.base == "citext") {
-            let why = "cannot be used with an id of type citext, of which payments would have several spellings; name a unique column of another type as id";
-            return Err(MappingError::new("pay", why));
-        }
+    /// The functions of the kind. Of the built-in mapping those that `sql/functions/default_orders.sql` has not, under the names
+    /// of the default tables; `setup` creates them.
+    pub(super) fn functions(&self, close: &str) -> Result<Vec<KindFunction>, MappingError> {
         let function = |what: &str, signature: &str, language, body| KindFunction {
             name: match self.table.is_built_in {
                 true => format!("default_{what}"),
@@ -238,7 +237,7 @@ impl Parts<'_> {
             language,
             body,
         };
-        let functions = vec![
+        let mut functions = vec![
             function("id", "(order_id text) RETURNS text", "sql", self.id_function()),
             function(
                 "order",
@@ -247,17 +246,39 @@ impl Parts<'_> {
                 self.order_function(),
             ),
             function(
-                "count",
+                "close",
+                "(ids text[], path text, waits boolean, were_claimed boolean) RETURNS TABLE (order_id text, outcome text, deadline timestamptz)",
+                "plpgsql",
+                format!("\n#variable_conflict use_column\nBEGIN\nRETURN QUERY\n{close};\nEND"),
+            ),
+        ];
+        if let Some(pay) = &self.table.pay {
+            self.require_payable()?;
+            functions.push(function(
+                COUNT,
                 "(order_id text, counted bigint, pays boolean, by text, why text, answers text) RETURNS boolean",
                 "plpgsql",
                 self.count_function(pay)?,
-            ),
-            function("consume", "(order_ids text[]) RETURNS void", "plpgsql", self.consume_function()?),
-        ];
+            ));
+            functions.push(function("consume", "(order_ids text[]) RETURNS void", "plpgsql", self.consume_function()?));
+        }
         let is_written = |function: &KindFunction| {
             self.table.is_built_in && WRITTEN_FOR_DEFAULT_TABLES.contains(&function.name.as_str())
         };
         Ok(functions.into_iter().filter(|function| !is_written(function)).collect())
+    }
+
+    fn require_payable(&self) -> Result<(), MappingError> {
+        if self.table.amount.is_some()
+            && let Some(fault) = &self.facts.money_fault
+        {
+            return Err(fault.clone());
+        }
+        if self.id.iter().any(|(_, kind)| kind.base == "citext") {
+            let why = "cannot be used with an id of type citext, of which payments would have several spellings; name a unique column of another type as id";
+            return Err(MappingError::new("pay", why));
+        }
+        Ok(())
     }
 
     /// The ids of `$1` as the step `ot_asked`.

@@ -232,7 +232,8 @@ fn statements_write_words_of_kind() {
     for part in [
         "INSERT INTO event_outbox (routing_key, type, payload, kind)",
         "SELECT 'order.not_accepted', 'order.not_accepted.v1',",
-        "'reason', 'merchant''s silence'), 'acceptance'",
+        "'reason', 'merchant''s silence')\n",
+        "true), ''))) END, 'acceptance'",
         "kinds.acceptance.table.close leaves the order open",
     ] {
         assert!(rendered.close.contains(part), "{part}: {}", rendered.close);

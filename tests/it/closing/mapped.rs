@@ -320,6 +320,6 @@ fn functions_of_former_mapping_are_refused() {
         assert_eq!(env.count(last).await, 4);
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let refused = orders_statements::require_functions(&database, &Kind::ORDER, &[]).await.unwrap_err().to_string();
-        assert!(refused.contains("kinds.order.table.pay") && refused.contains("DROP FUNCTION kind_order_id"), "{refused}");
+        assert!(refused.contains("kinds.order.table.pay") && refused.contains("DROP FUNCTION IF EXISTS kind_order_id"), "{refused}");
     });
 }

@@ -1,9 +1,11 @@
-//! Reports a payment for an order in the default table `orders`, inside the caller's Postgres transaction.
+//! Reports that a payment was received, or that none will come, inside the caller's Postgres transaction.
 //!
-//! One call of the function `payment_received`, which decides; asks no provider and refunds nothing.
+//! One call of the function `payment_received` or `release`, which decides; asks no provider and refunds nothing.
 
+use std::borrow::Cow;
 use std::fmt;
 
+use order_timeout_core::kind::Kind;
 use order_timeout_core::payment::Attempt;
 use sqlx::postgres::PgRow;
 use sqlx::{PgExecutor, Row};
@@ -97,7 +99,7 @@ impl fmt::Display for LateReason {
 /// Why a payment is not known to be recorded. Roll the transaction back. Report the payment again, which is always safe,
 /// unless [`Self::is_final`]. The cause is in `source()`.
 #[derive(Debug, thiserror::Error)]
-#[error("the payment is not known to be recorded{}", hint(.0))]
+#[error("the payment is not known to be recorded{}", hint(.0, "payment_received"))]
 pub struct PaymentError(#[from] sqlx::Error);
 
 /// invalid_parameter_value and unique_violation: what was reported can never be recorded.
@@ -108,14 +110,16 @@ impl PaymentError {
     /// answer the provider that its report has arrived.
     #[must_use]
     pub fn is_final(&self) -> bool {
-        let code = self.0.as_database_error().and_then(sqlx::error::DatabaseError::code);
-        code.is_some_and(|code| FINAL.contains(&code.as_ref()))
+        code(&self.0).is_some_and(|code| FINAL.contains(&code.as_ref()))
     }
 }
 
-fn hint(error: &sqlx::Error) -> &'static str {
-    let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
-    match code.as_deref() {
+fn code(error: &sqlx::Error) -> Option<Cow<'_, str>> {
+    error.as_database_error().and_then(sqlx::error::DatabaseError::code)
+}
+
+fn hint(error: &sqlx::Error, function: &str) -> String {
+    let hint = match code(error).as_deref() {
         // lock_not_available, what ends a statement that takes too long, serialization_failure, deadlock_detected
         Some("55P03" | "57014" | "40001" | "40P01") => "; another session holds the order, report it again",
         // admin_shutdown, crash_shutdown, cannot_connect_now
@@ -123,15 +127,16 @@ fn hint(error: &sqlx::Error) -> &'static str {
         // read_only_sql_transaction
         Some("25006") => "; this is a standby, connect to the primary",
         // insufficient_privilege
-        Some("42501") => "; GRANT EXECUTE ON FUNCTION payment_received to this user",
+        Some("42501") => return format!("; GRANT EXECUTE ON FUNCTION {function} to this user"),
         // undefined_function
         Some("42883") => "; run `order-timeout setup`, and put its schema on the search_path",
         // unique_violation
         Some("23505") => ", and cannot be; this reference was reported before with another amount or order",
         // invalid_parameter_value
-        Some("22023") => ", and cannot be; report what was received",
+        Some("22023") => ", and cannot be; correct what is reported",
         _ => "; report it again",
-    }
+    };
+    hint.to_owned()
 }
 
 /// Reports that a provider has received this money for this order, as part of the caller's transaction. Pays an order
@@ -194,5 +199,87 @@ fn read_outcome(row: &PgRow) -> Result<PaymentOutcome, sqlx::Error> {
 }
 
 fn unknown_word(word: &str) -> sqlx::Error {
-    sqlx::Error::Decode(format!("payment_received answers {word:?}, which this version does not know").into())
+    sqlx::Error::Decode(format!("the database answers {word:?}, which this version does not know").into())
+}
+
+/// What became of an order that was to be released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+#[non_exhaustive]
+pub enum Released {
+    /// It is closed now.
+    Closed,
+    /// It was closed or cancelled before, or is not open for another reason.
+    AlreadyClosed,
+    /// It is paid.
+    Paid,
+    /// Its payment provider is being asked, which decides.
+    Closing,
+    /// An attempt to pay it may still bring money. Set the state of the one that has failed to `closed` first.
+    AttemptOpen,
+    /// Closing is paused: the order closes at its deadline, once the pause has ended.
+    Paused,
+    /// It has no deadline, with which it is never closed, or a trigger keeps it open.
+    NotDue,
+    /// Another session refers to its row, which was to be deleted. Release it again.
+    Busy,
+    /// There is no such order.
+    Unknown,
+    /// The id is not of the form that the orders table uses.
+    Malformed,
+}
+
+impl Released {
+    /// Reads the word that the function `release` answers.
+    fn from_word(word: &str) -> Option<Self> {
+        Some(match word {
+            "closed" => Self::Closed,
+            "already_closed" => Self::AlreadyClosed,
+            "paid" => Self::Paid,
+            "closing" => Self::Closing,
+            "attempt_open" => Self::AttemptOpen,
+            "paused" => Self::Paused,
+            "not_due" => Self::NotDue,
+            "busy" => Self::Busy,
+            "unknown" => Self::Unknown,
+            "malformed" => Self::Malformed,
+            _ => return None,
+        })
+    }
+}
+
+/// Why an order is not known to be released. Roll the transaction back; the cause is in `source()`. Calling [`release`] again
+/// is always safe.
+#[derive(Debug, thiserror::Error)]
+#[error("the order is not known to be released{}", hint(.0, "release"))]
+pub struct ReleaseError(#[from] sqlx::Error);
+
+/// Closes an open order now instead of at its deadline, as part of the caller's transaction, because its payment has failed for
+/// good. Never one with an attempt that may still bring money. The event and the history say `reason`, of 1 to 200 bytes.
+///
+/// Locks the order's row, so it waits for a payment in flight. A pool is accepted too: it is a single statement.
+///
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool, id: &str) -> Result<(), Box<dyn std::error::Error>> {
+/// use order_timeout_client::Kind;
+/// use order_timeout_client::postgres::{Released, release};
+///
+/// if release(&pool, id, "the card was declined", &Kind::ORDER).await? == Released::AttemptOpen {
+///     println!("another attempt may still pay it");
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`ReleaseError`]; call it again.
+pub async fn release(
+    executor: impl PgExecutor<'_>,
+    order_id: impl AsRef<str>,
+    reason: &str,
+    kind: &Kind,
+) -> Result<Released, ReleaseError> {
+    let release = sqlx::query_scalar("SELECT release($1, $2, $3)").bind(order_id.as_ref()).bind(reason);
+    let word: String = release.bind(kind.as_str()).fetch_one(executor).await?;
+    Ok(Released::from_word(&word).ok_or_else(|| unknown_word(&word))?)
 }
