@@ -1,8 +1,9 @@
-//! `order-timeout close`: closes orders by hand, through the worker's statement. It closes unpaid, overdue orders and
-//! nothing else.
+//! `order-timeout close`: closes orders by hand, through the worker's statement. It closes unpaid orders that are overdue, or
+//! released, and nothing else.
 
 use std::collections::HashMap;
 
+use anyhow::bail;
 use clap::Args;
 use order_timeout_core::order::{CloseResult, OrderId, Outcome};
 use serde_json::json;
@@ -12,8 +13,10 @@ use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, OfKind, connect};
 use crate::config::Settings;
 use crate::effects::close::Closer;
-use crate::operations::close_orders::{EachClosed, close_each};
+use crate::operations::close_orders::{self, EachClosed, close_each};
 use crate::operations::{orders_statements, unresolved};
+use crate::postgres::Database;
+use crate::postgres::contract::StatementSource;
 use crate::postgres::warm_connections::WarmConnections;
 
 /// Arguments of `close`.
@@ -29,6 +32,9 @@ pub struct CloseArgs {
     /// Close them even while closing is paused
     #[arg(long)]
     although_paused: bool,
+    /// Close them before their deadline, because no payment will come: never one with an attempt that may still bring money
+    #[arg(long, requires = "why", conflicts_with = "although_paused")]
+    before_deadline: bool,
     /// Print one JSON object per order
     #[arg(long)]
     json: bool,
@@ -41,6 +47,15 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
     // The closer keeps one.
     let (database, kind) = (connect(&settings, 2).await?, &args.of.kind);
     let statements = orders_statements::statements(&database, &settings, kind).await?;
+    if args.before_deadline {
+        if matches!(statements.close, StatementSource::File { .. }) {
+            bail!(
+                "orders of kind {kind} are closed by a statement of your own, which has no release; close the order in your own table"
+            );
+        }
+        orders_statements::require_installed(&database, kind, &statements.functions).await?;
+        return Ok(release(&args, &database, &ids).await);
+    }
     orders_statements::require_attempts_are_asked_about(&database, kind, &statements.close).await?;
     let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let operator = args.operator.operator(Uuid::now_v7());
@@ -55,12 +70,7 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
             (why, settled) = (Some(progress.why), progress.goes_on);
         }
         all_settled &= settled;
-        match why {
-            Some(why) if args.json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
-            None if args.json => output.line(json!({ "order_id": id, "outcome": word })),
-            Some(why) => output.line(format!("{id}: {word}: {why}")),
-            None => output.line(format!("{id}: {word}")),
-        }
+        write(&mut output, args.json, id, word, why);
     }
     if let Some(paused) = paused {
         if tried == 0 {
@@ -78,13 +88,36 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
     Ok(output)
 }
 
-/// The outcome in a word, the reason if it failed, and whether the order is settled: closed now or before, or paid.
+async fn release(args: &CloseArgs, database: &Database, ids: &[OrderId]) -> CommandOutcome {
+    let operator = args.operator.operator(Uuid::now_v7());
+    let (mut output, settled) = (CommandOutcome::default(), SETTLED.map(Outcome::as_str));
+    for id in ids {
+        let (word, why) = match close_orders::release(database, &args.of.kind, id, &operator).await {
+            Ok(word) => (word, None),
+            Err(why) => ("failed".to_owned(), Some(why)),
+        };
+        output.code |= u8::from(!settled.contains(&&*word));
+        write(&mut output, args.json, id, &word, why);
+    }
+    output
+}
+
+fn write(output: &mut CommandOutcome, json: bool, id: &OrderId, word: &str, why: Option<String>) {
+    match why {
+        Some(why) if json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
+        None if json => output.line(json!({ "order_id": id, "outcome": word })),
+        Some(why) => output.line(format!("{id}: {word}: {why}")),
+        None => output.line(format!("{id}: {word}")),
+    }
+}
+
+/// Closed now or before, or paid.
+const SETTLED: [Outcome; 3] = [Outcome::Closed, Outcome::AlreadyClosed, Outcome::Paid];
+
+/// The outcome in a word, the reason if it failed, and whether the order is settled.
 fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static str, Option<String>, bool) {
     match findings.get(id) {
-        Some(Ok(found)) => {
-            let settled = matches!(found.outcome, Outcome::Closed | Outcome::AlreadyClosed | Outcome::Paid);
-            (found.outcome.as_str(), None, settled)
-        }
+        Some(Ok(found)) => (found.outcome.as_str(), None, SETTLED.contains(&found.outcome)),
         Some(Err(fault)) => ("failed", Some(fault.to_string()), false),
         None => (Outcome::Unknown.as_str(), None, false),
     }

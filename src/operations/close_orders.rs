@@ -1,4 +1,4 @@
-//! Closes orders for an operator, through the worker's close statement: unpaid, overdue orders and nothing else.
+//! Closes orders for an operator, through the worker's close statement: unpaid orders that are overdue, or released.
 //!
 //! Chooses no order, and closes none that the statement does not.
 
@@ -7,9 +7,11 @@ use std::collections::HashMap;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseResult, OrderId};
 
+use sqlx::Connection;
+
 use super::pause_closing::{self, PauseError};
 use crate::effects::close::Closer;
-use crate::postgres::Operator;
+use crate::postgres::{Database, Operator, one_line};
 
 /// What became of orders that were closed one by one.
 #[derive(Debug, Default)]
@@ -45,4 +47,20 @@ pub async fn close_each(
         closed.tried += 1;
     }
     closed
+}
+
+/// Closes an order before its deadline, as a shop does by the function `release`, which answers with a word.
+///
+/// # Errors
+/// One sentence; nothing has changed then.
+pub async fn release(database: &Database, kind: &Kind, id: &OrderId, operator: &Operator) -> Result<String, String> {
+    let released = database.run(async |connection| {
+        let mut transaction = connection.begin().await?;
+        operator.name_in_transaction(&mut transaction).await?;
+        let release = sqlx::query_scalar("SELECT release($1, $2, $3)").bind(id.as_str()).bind(&operator.why);
+        let word: String = release.bind(kind.as_str()).fetch_one(&mut *transaction).await?;
+        transaction.commit().await?;
+        Ok(word)
+    });
+    released.await.map_err(|error| one_line(&error))
 }

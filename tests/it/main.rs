@@ -57,6 +57,7 @@ mod readme;
 mod rearming;
 mod redelivery;
 mod refused_events;
+mod release;
 mod reminders;
 mod sanitized;
 mod secrets;

@@ -156,6 +156,7 @@ fn sqlx_stays_in_its_modules() {
         "observe/inspect/plan.rs",
         "observe/inspect/registration.rs",
         "observe/inspect/schema.rs",
+        "operations/close_orders.rs",
         "operations/doctor/server.rs",
         "operations/late_payments.rs",
         "operations/move_deadlines.rs",

@@ -23,16 +23,16 @@ fn fixture(shop: &str, file: &str) -> PathBuf {
 }
 
 /// Its text.
-fn text(shop: &str, file: &str) -> String {
+pub fn text(shop: &str, file: &str) -> String {
     let path = fixture(shop, file);
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 /// Sets the mapping of this shop.
-fn map(settings: &mut Settings, shop: &str) {
+pub fn map(settings: &mut Settings, shop: &str) {
     settings.kinds = Settings::load(Some(&fixture(shop, "order-timeout.toml")), &[]).expect("a valid mapping").kinds;
 }
 
-async fn execute(env: &TestEnv, sql: &str) {
+pub async fn execute(env: &TestEnv, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
 }
