@@ -1,5 +1,5 @@
-// Schedules alarms, moves deadlines and reports payments inside the caller's Postgres transaction. Opens no connection and
-// commits nothing.
+// Schedules alarms, moves deadlines, reports payments and releases orders inside the caller's Postgres transaction. Opens no
+// connection and commits nothing.
 //
 // Each statement is written for any driver: its parameters are text, which the database casts, and so are its answers.
 import { readFileSync } from "node:fs";
@@ -110,6 +110,14 @@ export async function paymentReceived(
   });
   const { outcome, reason, missing, surplus, is_new: isNew } = row;
   return { outcome, reason, missingMinor: Number(missing), surplusMinor: Number(surplus), isNew };
+}
+
+export async function release(db, orderId, reason, { kind = "order" } = {}) {
+  const text = "SELECT release($1::text, $2::text, $3::text) AS outcome";
+  const [row] = await run(db, text, [checkedId(orderId), reason, kind], `order ${orderId} is not released`, {
+    42501: "GRANT EXECUTE ON FUNCTION release to this user",
+  });
+  return row.outcome;
 }
 
 export async function firstDelivery(db, eventId) {

@@ -70,6 +70,28 @@ export function paymentReceived(
   options?: { kind?: string },
 ): Promise<Payment>;
 
+/** `closed` by this call. `attempt_open`: an attempt may still bring money. The others: docs/PAYMENTS.md. */
+export type Released =
+  | "closed"
+  | "already_closed"
+  | "paid"
+  | "closing"
+  | "attempt_open"
+  | "paused"
+  | "not_due"
+  | "busy"
+  | "unknown"
+  | "malformed";
+
+/** Closes an open order now, because its payment has failed for good. The event says `reason`, of 1 to 200 bytes. A repetition
+ * is always safe. */
+export function release(
+  transaction: Transaction,
+  orderId: string | number | bigint,
+  reason: string,
+  options?: { kind?: string },
+): Promise<Released>;
+
 /** Whether this event was not handled before; marks it in the table `handled_events`, in the caller's transaction. Waits for
  * a session that handles the same event now. */
 export function firstDelivery(transaction: Transaction, eventId: string): Promise<boolean>;
@@ -92,8 +114,10 @@ export interface OrderClosed {
   order_id: string;
   deadline: string;
   closed_at: string;
-  closed_by: "alarm" | "look_ahead" | "sweep" | "manual";
+  closed_by: "alarm" | "look_ahead" | "sweep" | "manual" | "released";
   reason: string;
+  /** What the shop said when it released the order, or an operator who closed it. */
+  why?: string;
 }
 
 /** An event, as docs/WIRE.md describes each type. */

@@ -19,6 +19,7 @@ import {
   listen,
   moveDeadline,
   paymentReceived,
+  release,
   schedule,
 } from "order-timeout";
 import pg from "pg";
@@ -235,6 +236,22 @@ describe("the package", () => {
     const refusedByShop = await refused(report(7, 1999, unreserved), "reserved_is_never_negative", "and repeat it");
     assert.deepEqual([refusedByShop.isFinal, refusedByShop.sqlstate], [false, "23514"]);
     await refused(report(6, 19.99), "the amount 19.99 is not a whole number", "smallest unit");
+  });
+
+  test("an order is released unless it may be paid", async () => {
+    const id = await order(after(600));
+    const attempt = "INSERT INTO payment_attempts VALUES ('stripe', $1, $2, 1999, 'EUR')";
+    await client.query(attempt, [randomUUID(), id]);
+    assert.equal(await release(client, id, "declined"), "attempt_open");
+    await client.query("UPDATE payment_attempts SET state = 'closed' WHERE order_id = $1", [id]);
+    assert.equal(await release(client, id, "declined", { kind: "order" }), "closed");
+    assert.deepEqual([await statusOf(id), await release(client, id, "again")], ["closed", "already_closed"]);
+    const select = "SELECT payload FROM event_outbox WHERE payload ->> 'order_id' = $1";
+    const { closed_by: by, why } = (await client.query(select, [id])).rows[0].payload;
+    assert.deepEqual([by, why], ["released", "declined"]);
+    const empty = await refused(release(client, id, ""), "is not released: final: the reason '' is not 1 to 200 bytes");
+    assert(empty.isFinal);
+    assert.equal(await release(client, randomUUID(), "declined"), "unknown");
   });
 
   test("the broker takes the wire's vectors", async () => {

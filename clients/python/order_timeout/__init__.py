@@ -1,4 +1,5 @@
-"""Schedules alarms, moves deadlines and reports payments for order-timeout, inside the caller's Postgres transaction.
+"""Schedules alarms, moves deadlines, reports payments and releases orders for order-timeout, inside the caller's Postgres
+transaction.
 
 A connection is one of psycopg (or another DB-API driver), or SQLAlchemy's `Connection` or `Session`; those of asyncio are for
 `order_timeout.aio`. Opens no connection and commits nothing. Events, and alarms without the database: `order_timeout.broker`.
@@ -11,7 +12,16 @@ from typing import Any, Optional
 from . import _calls
 from ._calls import Answer, Call, Moved, Id, OrderTimeoutError, Payment
 
-__all__ = ["Moved", "OrderTimeoutError", "Payment", "first_delivery", "move_deadline", "payment_received", "schedule"]
+__all__ = [
+    "Moved",
+    "OrderTimeoutError",
+    "Payment",
+    "first_delivery",
+    "move_deadline",
+    "payment_received",
+    "release",
+    "schedule",
+]
 
 # How a parameter is written. In parentheses: SQLAlchemy takes `:p1::text` for no parameter.
 DBAPI, SQLALCHEMY = r"%(p\1)s", r"(:p\1)"
@@ -44,6 +54,15 @@ def payment_received(
     Call it first in its transaction. Raises `OrderTimeoutError`: report it again, unless `is_final`.
     """
     return _run(connection, _calls.payment_received(order_id, provider, reference, amount_minor, currency, kind))
+
+
+def release(connection: Any, order_id: Id, reason: str, kind: str = "order") -> str:
+    """Closes an open order now, because its payment has failed for good. Answers with a word, such as `closed` or, if an attempt
+    may still bring money, `attempt_open`.
+
+    The event says `reason`, of 1 to 200 bytes. Raises `OrderTimeoutError`; a repetition is always safe.
+    """
+    return _run(connection, _calls.release(order_id, reason, kind))
 
 
 def first_delivery(connection: Any, event_id: str) -> bool:

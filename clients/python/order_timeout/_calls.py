@@ -196,6 +196,17 @@ def payment_received(
     )
 
 
+def release(order_id: Id, reason: str, kind: str) -> Call[str]:
+    text = checked_id(order_id)
+    return Call(
+        "SELECT release($1::text, $2::text, $3::text)",
+        (text, reason, kind),
+        lambda rows: str(rows[0][0]),
+        f"order {text} is not released",
+        {"42501": "GRANT EXECUTE ON FUNCTION release to this user"},
+    )
+
+
 def first_delivery(event_id: str) -> Tuple[Call[None], Call[bool]]:
     failed = f"event {event_id!r} is not marked as handled"
     fixes = {

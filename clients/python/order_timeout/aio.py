@@ -7,7 +7,16 @@ from typing import Any, Optional
 from . import DBAPI, SQLALCHEMY, _calls, _driver
 from ._calls import Answer, Call, Moved, Id, OrderTimeoutError, Payment
 
-__all__ = ["Moved", "OrderTimeoutError", "Payment", "first_delivery", "move_deadline", "payment_received", "schedule"]
+__all__ = [
+    "Moved",
+    "OrderTimeoutError",
+    "Payment",
+    "first_delivery",
+    "move_deadline",
+    "payment_received",
+    "release",
+    "schedule",
+]
 
 
 async def schedule(
@@ -28,6 +37,11 @@ async def payment_received(
     """As `order_timeout.payment_received`."""
     call = _calls.payment_received(order_id, provider, reference, amount_minor, currency, kind)
     return await _run(connection, call)
+
+
+async def release(connection: Any, order_id: Id, reason: str, kind: str = "order") -> str:
+    """As `order_timeout.release`."""
+    return await _run(connection, _calls.release(order_id, reason, kind))
 
 
 async def first_delivery(connection: Any, event_id: str) -> bool:

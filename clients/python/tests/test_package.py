@@ -267,6 +267,28 @@ class PackageTest(unittest.TestCase):
         with self.refused("the amount 19.99 is not a whole number", "smallest unit"):
             report(6, 19.99)
 
+    def test_order_is_released_unless_it_may_be_paid(self):
+        order_id, release = self.order(after(600)), order_timeout.release
+        attempt = "INSERT INTO payment_attempts VALUES ('stripe', %s, %s, 1999, 'EUR')"
+        self.connection.execute(attempt, (str(uuid.uuid4()), str(order_id)))
+        self.assertEqual(release(self.connection, order_id, "declined"), "attempt_open")
+        self.connection.execute("UPDATE payment_attempts SET state = 'closed' WHERE order_id = %s", (str(order_id),))
+        self.assertEqual(release(self.connection, order_id, "declined", kind="order"), "closed")
+        self.assertEqual((self.status(order_id), release(self.connection, order_id, "again")), ("closed", "already_closed"))
+        event = self.one("SELECT payload FROM event_outbox WHERE payload ->> 'order_id' = %s", str(order_id))["payload"]
+        self.assertEqual((event["closed_by"], event["why"]), ("released", "declined"))
+        with self.refused("is not released: final: the reason '' is not 1 to 200 bytes") as refused:
+            release(self.connection, order_id, "")
+        self.assertTrue(refused.error.is_final)
+
+        async def by_asyncpg():
+            connection = await asyncpg.connect(DATABASE)
+            answer = await aio.release(connection, uuid.uuid4(), "declined")
+            await connection.close()
+            return answer
+
+        self.assertEqual(asyncio.run(by_asyncpg()), "unknown")
+
     def test_broker_takes_wire_vectors(self):
         exchange = f"{self.queue}.schedule"
         publisher = Publisher(BROKER, namespace=self.queue)
