@@ -116,3 +116,16 @@ CREATE INDEX order_events_by_order ON order_events (order_id, id);
 
 -- Closing an order twice is not a bug that a test must find: it cannot be written down.
 CREATE UNIQUE INDEX an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed';
+
+-- The deadlines that moved orders had first, while an `extend_max` counts from them.
+CREATE TABLE first_deadlines (
+    kind     text NOT NULL,
+    -- As the orders table of its kind prints it: that table may be the shop's own, so no foreign key.
+    order_id text NOT NULL,
+    deadline timestamptz NOT NULL,
+
+    PRIMARY KEY (kind, order_id)
+);
+
+-- Which of them no longer matter.
+CREATE INDEX first_deadlines_by_age ON first_deadlines (kind, deadline);

@@ -97,21 +97,23 @@ CREATE TABLE parked_alarms (
 CREATE INDEX parked_alarms_by_age ON parked_alarms (parked_at, id);
 CREATE INDEX parked_alarms_by_reason ON parked_alarms (reason, parked_at);
 
--- What operators did to parked alarms, and why: a retry or a drop deletes their rows, so this is what is left of them.
--- Written in the transaction that deletes them. Changes of orders are in order_events, which names the operator itself.
+-- What operators did to parked alarms, and why: a retry or a drop deletes their rows, so this is what is left of them. And to
+-- deadlines in tables of the shop's own: changes of the default orders are in order_events, which names the operator itself.
+-- Written in the transaction of the change.
 CREATE TABLE operator_actions (
     id     bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at     timestamptz NOT NULL DEFAULT clock_timestamp(),
     who    text NOT NULL,
     -- NULL: the operator gave no reason.
     why    text,
-    -- One command or request may write several rows: a thousand alarms at a time.
+    -- One command or request may write several rows: a thousand alarms at a time. A run that was interrupted is resumed by them.
     run    uuid NOT NULL,
     action text NOT NULL,
-    -- An array of {"id", "reason", "kind", "order_id"}: the alarms as they were parked.
+    -- An array of {"id", "reason", "kind", "order_id"}: the alarms as they were parked. Of moved deadlines
+    -- {"kind", "order_id", "before", "deadline"}.
     alarms jsonb NOT NULL,
 
-    CONSTRAINT the_action_is_known CHECK (action IN ('parked_retried', 'parked_dropped'))
+    CONSTRAINT the_action_is_known CHECK (action IN ('parked_retried', 'parked_dropped', 'deadline_moved'))
 );
 
 CREATE INDEX operator_actions_by_age ON operator_actions (at);

@@ -36,6 +36,8 @@ CREATE TABLE order_timeout_settings (
     is_the_only_row    boolean PRIMARY KEY DEFAULT true,
     -- orders.pay_after_deadline
     pay_after_deadline boolean NOT NULL DEFAULT true,
+    -- kinds.NAME.extend_max by name, in seconds; a kind without it is left out.
+    extend_max         jsonb NOT NULL DEFAULT '{}',
 
     CONSTRAINT there_is_one_row CHECK (is_the_only_row)
 );

@@ -2,8 +2,6 @@
 // connection and commits nothing.
 //
 // Each statement is written for any driver: its parameters are text, which the database casts, and so are its answers.
-import { readFileSync } from "node:fs";
-
 import { OrderTimeoutError, checkedDeadline, checkedId, checkedTraceparent, refuse } from "./input.js";
 
 const SETUP = "run `order-timeout setup`, and put its schema on search_path";
@@ -68,21 +66,15 @@ export async function schedule(db, orderId, deadline, { kind = "order", tracepar
   });
 }
 
-// The statement that every client uses, from its first part on, up to its answer. The answer is here of types that any driver
-// reads: `infinity`, for example, is not a Date.
-const file = readFileSync(new URL("./deadline.sql", import.meta.url), "utf8");
-const changes = file.slice(file.indexOf("WITH "), file.lastIndexOf("\nSELECT "));
-const MOVE = `${changes.replace("$2::timestamptz", "$2::text::timestamptz")}
-SELECT CASE WHEN m.deadline IS NULL THEN 'unchanged'
-            WHEN m.deadline < coalesce(d.deadline, 'infinity') THEN 'earlier' ELSE 'later' END AS outcome,
-       d.status,
-       to_char(coalesce(m.deadline, d.deadline) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"') AS deadline
-FROM ot_decided d LEFT JOIN ot_moved m ON true`;
-
-export async function moveDeadline(db, orderId, deadline) {
-  const values = [checkedId(orderId), checkedDeadline(deadline)];
-  const [row] = await run(db, MOVE, values, `the deadline of order ${orderId} is unchanged`, {
-    42501: "grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox",
+export async function moveDeadline(db, orderId, deadline, { kind = "order" } = {}) {
+  const values = [checkedId(orderId), checkedDeadline(deadline), kind];
+  // The deadline is text: `infinity`, for example, is not a Date.
+  const text =
+    "SELECT outcome, status," +
+    ` to_char(coalesce(moved_to, before) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"') AS deadline` +
+    " FROM move_deadline($1::text, $2::text::timestamptz, $3::text)";
+  const [row] = await run(db, text, values, `the deadline of order ${orderId} is unchanged`, {
+    42501: "GRANT EXECUTE ON FUNCTION move_deadline to this user",
     23514: DEADLINE,
   });
   if (!row) return { outcome: "unknown", status: null, deadline: null };

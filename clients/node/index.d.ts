@@ -34,17 +34,23 @@ export function schedule(
 
 export interface Moved {
   /** `later` (or the same): the alarm in flight suffices. `earlier`: a new alarm is in the outbox. `unchanged`: the order is
-   * not unpaid, or a trigger skipped the update. `unknown`: there is no such order. */
-  outcome: "later" | "earlier" | "unchanged" | "unknown";
+   * not unpaid, or a trigger skipped the update. `too_far`: `extend_max` of its kind does not allow it. `unknown`: there is no
+   * such order. */
+  outcome: "later" | "earlier" | "unchanged" | "too_far" | "unknown";
   /** Of the order; null if there is none. */
   status: string | null;
   /** The deadline in the row now, to the millisecond; null if it has none. */
   deadline: Date | null;
 }
 
-/** Gives an unpaid order of the default table `orders` another deadline, and an alarm if that is earlier. Locks the order's row
- * until the caller's transaction ends. A repetition is always safe. */
-export function moveDeadline(transaction: Transaction, orderId: string, deadline: Date): Promise<Moved>;
+/** Gives an unpaid order another deadline, and an alarm if that is earlier. Locks the order's row until the caller's transaction
+ * ends. A repetition is always safe. */
+export function moveDeadline(
+  transaction: Transaction,
+  orderId: string | number | bigint,
+  deadline: Date,
+  options?: { kind?: string },
+): Promise<Moved>;
 
 export interface Payment {
   outcome: "paid" | "partial" | "late";

@@ -1,4 +1,4 @@
--- How an order of any kind is named, locked, paid and consumed: by the functions of its kind.
+-- How an order of any kind is named, locked, paid, consumed and moved: by the functions of its kind.
 
 -- The key in the default table `orders`, from any spelling of a UUID that Postgres reads, and with the prefix of RFC 9562;
 -- NULL for a text that is none, so that money for such an order is recorded all the same.
@@ -7,7 +7,7 @@ CREATE OR REPLACE FUNCTION default_order_key(order_id text) RETURNS uuid LANGUAG
     FROM regexp_replace(lower(btrim(order_id, E' \t\r\n')), '^urn:uuid:', '') AS k (id)
 $$;
 
--- The function of a kind that does this: `id`, `order`, `close`, `count` or `consume`. Those of a mapped table are rendered from its
+-- The function of a kind that does this: `id`, `order`, `close`, `move`, `count` or `consume`. Those of a mapped table are rendered from its
 -- mapping (`order-timeout adopt --install`); the kind `order` has those of the default tables until there are others.
 CREATE OR REPLACE FUNCTION function_of_kind(kind text, what text) RETURNS text LANGUAGE plpgsql STABLE
 SET search_path FROM CURRENT AS $$
@@ -22,7 +22,7 @@ BEGIN
     ELSIF kind = 'order' AND to_regproc('kind_order_close') IS NULL THEN
         RETURN 'default_' || what;
     END IF;
-    RAISE 'final: the kind % has no function % yet; write its mapping, and run order-timeout adopt --kind % --install', kind, what, kind
+    RAISE 'final: the kind % lacks the function %; run order-timeout adopt --kind % --install', kind, mapped, kind
         USING ERRCODE = 'invalid_parameter_value';
 END $$;
 

@@ -30,8 +30,8 @@ pub struct AdoptArgs {
     /// Allow workers to close the orders that are overdue already, however many they are
     #[arg(long)]
     accept_backlog: bool,
-    /// Create the functions that release its orders, and by which payments pay them, as the mapping says: in the schema of our
-    /// own tables, by its owner. `order-timeout sql` prints them
+    /// Create the functions that move deadlines, release orders and let payments pay them, as the mapping says: in the schema of
+    /// our own tables, by its owner. `order-timeout sql` prints them
     #[arg(long, conflicts_with_all = ["table", "check", "accept_backlog"])]
     install: bool,
     /// Print the result as JSON
@@ -85,7 +85,7 @@ async fn install(database: &Database, settings: &Settings, kind: &Kind, json: bo
     let functions = orders_statements::statements(database, settings, kind).await?.functions;
     if functions.is_empty() {
         bail!(
-            "there is nothing to create, because kinds.{kind}.table is not given; write it (the default tables need none)"
+            "there is nothing to create, because [kinds.{kind}.table] is not given: `order-timeout setup` creates the functions of the default tables, and statements of your own have none"
         );
     }
     kind_functions::install(database, &functions).await?;
@@ -95,7 +95,10 @@ async fn install(database: &Database, settings: &Settings, kind: &Kind, json: bo
     if json {
         outcome.line(json!({ "functions": names }));
     } else {
-        outcome.line(format!("created {}: release closes orders of kind {kind} now{paid}", names.join(", ")));
+        outcome.line(format!(
+            "created {}: move_deadline and release work for orders of kind {kind} now{paid}; a service needs EXECUTE on them",
+            names.join(", ")
+        ));
     }
     Ok(outcome)
 }

@@ -54,9 +54,11 @@ impl Bulk {
 
     fn show_preview(&self, to: &mut CommandOutcome) {
         let Preview { orders, overdue, items, units, .. } = self.preview;
-        to.line(format!(
-            "{orders} unpaid orders match, {overdue} of them overdue; they reserve {units} units in {items} items"
-        ));
+        let reserve = match (units, items) {
+            (Some(units), Some(items)) => format!("; they reserve {units} units in {items} items"),
+            _ => String::new(),
+        };
+        to.line(format!("{orders} unpaid orders match, {overdue} of them overdue{reserve}"));
         if let (Some(first), Some(last)) = (&self.preview.first_deadline, &self.preview.last_deadline) {
             to.line(format!("deadlines from {first} to {last}"));
         }

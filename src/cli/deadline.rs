@@ -1,5 +1,4 @@
-//! `order-timeout deadline`: moves deadlines of orders in the default schema, by hand: of one order, or of those that a
-//! condition chooses.
+//! `order-timeout deadline`: moves deadlines of orders by hand: of one order, or of those that a condition chooses.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -7,6 +6,7 @@ use std::time::Duration;
 use anyhow::{anyhow, bail};
 use clap::Args;
 use order_timeout_client::postgres::MoveDeadlineError;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::json;
@@ -17,11 +17,12 @@ use crate::cli::bulk::{Bulk, LOCK_TIMEOUT};
 use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, OfKind, UsageError, connect, parse_duration, parse_time};
 use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::operations::move_deadlines::{
-    Move, MoveOutcome, MovedOrder, NewDeadline, has_moved, move_deadlines, move_in_mapped_table, move_many,
+    Move, MoveOutcome, MovedOrder, NewDeadline, has_moved, move_deadlines, move_many,
 };
-use crate::operations::orders_statements::{self, DeadlineStatement};
-use crate::operations::orders_table::{Choice, OrdersTable};
+use crate::operations::orders_statements::require_movable;
+use crate::operations::orders_table::{Choice, OrdersTable, is_uuid};
 use crate::operations::preview::Preview;
 use crate::postgres::{self, Database, one_line};
 
@@ -31,7 +32,7 @@ use crate::postgres::{self, Database, one_line};
 --in 30m counts from now, by the database's clock: all chosen orders get the same deadline. With a sign it counts from
 each order's present deadline: --in +30m is half an hour later, --in -10m ten minutes earlier.
 
---where takes a condition on the columns of the table orders:
+--where takes a condition on the columns of the orders table:
 
   order-timeout deadline --where \"channel = 'app'\" --in +30m --why 'payment provider was down' --yes
 
@@ -120,16 +121,12 @@ impl To {
 /// # Errors
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if !settings.has_built_in_table(&args.of.kind) && args.which.condition.is_some() {
-        return Err(UsageError::of(
-            "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself",
-        ));
-    }
-    if matches!(args.to.r#in, Some(Offset::Later(_) | Offset::Earlier(_)))
-        && !settings.has_built_in_table(&args.of.kind)
+    let has_sign = matches!(args.to.r#in, Some(Offset::Later(_) | Offset::Earlier(_)));
+    if matches!(settings.orders_of(&args.of.kind), Some(OrdersOf::Statements { .. }))
+        && (has_sign || args.which.condition.is_some())
     {
         return Err(UsageError::of(
-            "--in with a sign is for the default orders table; write the time from now, such as --in 30m",
+            "--where and --in with a sign need the default orders table or a mapping, and the settings have statements of your own: update its row yourself",
         ));
     }
     if let Some(Offset::FromNow(duration) | Offset::Later(duration) | Offset::Earlier(duration)) = args.to.r#in
@@ -160,7 +157,7 @@ fn request_at(
         NewDeadline::At(deadline) if deadline <= now => bail!(passed(&write_rfc3339(deadline))),
         // The alarm of a deadline beyond it would be parked, which raises an alert.
         NewDeadline::At(deadline) if deadline > now + furthest => bail!(TOO_FAR),
-        _ => Ok(Move { to, furthest, operator: args.operator.operator(run) }),
+        _ => Ok(Move { kind: args.of.kind.clone(), to, furthest, operator: args.operator.operator(run) }),
     }
 }
 
@@ -175,33 +172,27 @@ fn passed(deadline: &str) -> String {
 async fn move_one(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let order_id = OrderId::new(args.which.id.as_deref().unwrap_or_default()).map_err(MoveDeadlineError::from)?;
     let (database, kind) = (connect(settings, 1).await?, &args.of.kind);
-    let mut mapped = None;
-    if !settings.has_built_in_table(kind) {
-        mapped = match orders_statements::statements(&database, settings, kind).await?.deadline {
-            DeadlineStatement::Sql(sql) => Some(sql),
-            DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
-        };
+    require_movable(&database, settings, kind).await?;
+    if settings.has_built_in_table(kind) && !is_uuid(order_id.as_str()) {
+        bail!("the deadline is unchanged: {order_id} is no id of an order; give it as the orders table has it, a UUID");
     }
     let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
     let request = request_at(args, settings, (now, now), Uuid::now_v7())?;
-    let moved = match (mapped, request.to) {
-        (None, _) => {
-            let moved = move_deadlines(&database, std::slice::from_ref(&order_id), &request).await;
-            moved.map(|mut moved| moved.pop()).map_err(MoveDeadlineError::from)
-        }
-        (Some(statement), NewDeadline::At(deadline)) => {
-            move_in_mapped_table(&database, &statement, &order_id, deadline).await
-        }
-        (Some(_), _) => unreachable!("a sign is refused for a mapped table"),
-    };
-    describe(&order_id, moved.map_err(with_one_line)?.as_ref(), args.json)
+    let moved = move_deadlines(&database, std::slice::from_ref(&order_id), &request).await;
+    let moved = moved.map_err(|error| with_one_line(error.into()))?.pop();
+    describe(kind, &order_id, moved.as_ref(), args.json)
 }
 
 /// The result for one order.
 ///
 /// # Errors
 /// If the requested deadline cannot be given to any order.
-fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> anyhow::Result<CommandOutcome> {
+fn describe(
+    kind: &Kind,
+    order_id: &OrderId,
+    moved: Option<&MovedOrder>,
+    as_json: bool,
+) -> anyhow::Result<CommandOutcome> {
     let time = |time: Option<Timestamp>| time.map(write_rfc3339);
     let wanted = moved.and_then(|moved| time(moved.moved_to.or(moved.wanted))).unwrap_or_default();
     let status = moved.map(|moved| moved.status.clone()).unwrap_or_default();
@@ -217,7 +208,14 @@ fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> an
         }
         MoveOutcome::Same => (0, "same", format!("order {order_id} has time until {wanted}, as before")),
         MoveOutcome::Passed => bail!(passed(&wanted)),
-        MoveOutcome::TooFar => bail!(TOO_FAR),
+        MoveOutcome::TooFar => match moved.and_then(|moved| moved.latest.filter(|latest| moved.wanted > Some(*latest)))
+        {
+            Some(latest) => bail!(
+                "the deadline is unchanged: kinds.{kind}.extend_max allows order {order_id} no later one than {}; choose a nearer one, or raise that setting and restart a worker",
+                write_rfc3339(latest)
+            ),
+            None => bail!(TOO_FAR),
+        },
         MoveOutcome::NoDeadline => bail!(
             "the deadline is unchanged: order {order_id} has none, so nothing can be added to it; give one that counts from now, such as --in 30m"
         ),
@@ -244,6 +242,7 @@ async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) 
     let mut bounded = settings.clone();
     bounded.database.lock_timeout = bounded.database.lock_timeout.min(LOCK_TIMEOUT);
     let database = connect(&bounded, 1).await?;
+    require_movable(&database, settings, &args.of.kind).await?;
     let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
     let choice = Choice { condition: condition.to_owned(), not_changed_by: args.resume };
     if let Some(run) = args.resume {

@@ -77,7 +77,7 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
         missing.iter().for_each(|problem| refused.problem(problem));
         return Ok(refused);
     }
-    shop_settings::write(&Database::connect(&settings.database, 1).await?, &settings.orders).await?;
+    shop_settings::write(&Database::connect(&settings.database, 1).await?, &settings).await?;
     let topology = settings.delay.strategy.needs_broker().then(|| settings.topology());
     let mut notes: Vec<String> = settings.delay.strategy.deprecation().map(Into::into).into_iter().collect();
     if let Some(topology) = &topology {

@@ -29,11 +29,7 @@ fn write_texts(texts: &StatementTexts, to: &mut CommandOutcome) {
     for (name, sql) in [("close", &texts.close), ("overdue", &texts.overdue)] {
         to.lines(format!("-- {name}\n{}\n;\n", sql.trim_end()));
     }
-    match &texts.deadline {
-        Some(sql) => to.lines(format!("-- deadline\n{}\n;", sql.trim_end())),
-        None => to.line("-- deadline: it cannot be moved by a statement"),
-    }
     for function in &texts.functions {
-        to.lines(format!("\n-- adopt --install creates\n{function};"));
+        to.lines(format!("-- created by adopt --install, or by setup for the default tables\n{function};\n"));
     }
 }

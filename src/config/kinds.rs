@@ -41,6 +41,8 @@ pub struct KindSettings {
     pub reason: Option<String>,
     #[serde(default)]
     pub remind: Vec<Remind>,
+    #[serde(default, deserialize_with = "duration::read_if_given")]
+    pub extend_max: Option<Duration>,
     #[serde(default)]
     pub providers: Vec<String>,
     #[serde(default)]
@@ -158,6 +160,19 @@ impl Settings {
         matches!(self.orders_of(kind), Some(OrdersOf::Table(table)) if table.pay.is_some())
     }
 
+    /// Whether deadlines of this kind can be moved by a function of ours.
+    fn moves_deadlines(&self, kind: &Kind) -> bool {
+        matches!(self.orders_of(kind), Some(OrdersOf::Table(_)))
+    }
+
+    /// How much later than it was first a deadline can be, for each served kind with a table; `None`: as much as is wanted.
+    #[must_use]
+    pub fn extensions(&self) -> BTreeMap<Kind, Option<Duration>> {
+        let served = self.served_kinds().into_iter().filter(|kind| self.moves_deadlines(kind));
+        let of = |kind: &Kind| self.kinds.get(kind).and_then(|settings| settings.extend_max);
+        served.map(|kind| (kind.clone(), of(&kind))).collect()
+    }
+
     /// The routing key of the event of this kind's closes, and its type without the version.
     fn event_of(&self, kind: &Kind) -> String {
         let given = self.kinds.get(kind).and_then(|settings| settings.event.clone());
@@ -208,6 +223,7 @@ impl Settings {
             }
             self.validate_event(kind, settings).map_err(|(name, why)| of(&name, why))?;
             self.validate_reminders(settings).map_err(|(name, why)| of(&name, why))?;
+            self.validate_extend_max(kind, settings).map_err(|(name, why)| of(&name, why))?;
             self.validate_providers_of(kind, settings).map_err(|(name, why)| of(&name, why))?;
             if let Some(table) = &settings.table {
                 table.validate().map_err(|(name, why)| SettingsError::of(&key_of(kind, &name), why))?;
@@ -263,6 +279,21 @@ impl Settings {
             return Err(("remind".into(), why));
         }
         Ok(())
+    }
+
+    /// What moves deadlines only by the operator's own statements keeps no cap of ours.
+    fn validate_extend_max(&self, kind: &Kind, settings: &KindSettings) -> Result<(), Fault> {
+        let Some(extend_max) = settings.extend_max else { return Ok(()) };
+        let longest = self.delay.max_delay;
+        let why = if extend_max > longest {
+            format!("{extend_max:?} is more than delay.max_delay ({longest:?}); write such as \"2h\"")
+        } else if self.moves_deadlines(kind) {
+            return Ok(());
+        } else {
+            "is only for the default tables and for a kind with a table of its own, whose deadlines are moved here; leave it out"
+                .to_owned()
+        };
+        Err(("extend_max".into(), why))
     }
 
     fn validate_served_kinds(&self) -> Result<(), SettingsError> {

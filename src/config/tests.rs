@@ -662,6 +662,11 @@ fn wrong_kinds_name_setting_and_fix() {
         (format!("[kinds.a]\nclose_sql = \"c\"\noverdue_sql = \"o\"\n{table}"), ["kinds.a.table.table", "close_sql"]),
         (format!("[kinds.a]\nevent = \"not accepted\"\n{table}"), ["kinds.a.event", "routing key"]),
         (format!("[kinds.a]\nreason = \"\"\n{table}"), ["kinds.a.reason", "is empty"]),
+        (
+            "[kinds.a]\nclose_sql = \"c\"\noverdue_sql = \"o\"\nextend_max = \"1h\"\n".to_owned(),
+            ["kinds.a.extend_max", "leave it out"],
+        ),
+        ("[kinds.order]\nextend_max = \"4000d\"\n".to_owned(), ["kinds.order.extend_max", "delay.max_delay"]),
         ("[kinds.a]\nlanes = [\"5m\", \"300s\"]\n".to_owned(), ["kinds.a.lanes", "named twice"]),
         (table.replace("open = \"o\"", "open = \"\""), ["kinds.a.table.open", "is empty"]),
         (format!("{table}amount = \"a\"\n"), ["kinds.a.table.amount", "without currency"]),

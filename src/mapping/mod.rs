@@ -1,6 +1,6 @@
 //! A mapping instead of SQL: the statements of the orders contract for the default tables and for a table of the shop's own,
-//! rendered from settings and from what the catalog says of the table; what operators ask of it; and the functions by which
-//! payments pay the orders of the latter.
+//! rendered from settings and from what the catalog says of the table; what operators ask of it; and the functions that move
+//! deadlines and pay orders.
 //!
 //! Pure: no I/O. `render.rs` writes the statements, `ids.rs` their ids, `quote.rs` names and values; `predicate.rs`
 //! reads the operator's SQL as far as that is necessary. `src/postgres/catalog.rs` finds the facts.

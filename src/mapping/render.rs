@@ -1,8 +1,9 @@
-//! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`. What operators ask
-//! about it is in `render/questions.rs`, and how payments pay its orders in `render/functions.rs`.
+//! Renders the statements of the orders contract for a mapped table: `close` and `overdue`. What operators ask about it is in
+//! `render/questions.rs`, how payments pay its orders in `render/functions.rs`, and how deadlines move in `render/deadlines.rs`.
 //!
 //! Pure. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
 
+mod deadlines;
 mod functions;
 mod questions;
 
@@ -26,13 +27,13 @@ pub struct Rendered {
     pub close: String,
     /// The next overdue orders, in the order (deadline, id).
     pub overdue: String,
-    /// Changes the deadline of an open order; `None` if the deadline is an expression, which cannot be moved.
-    pub deadline: Option<String>,
+    /// Why no deadline can be moved, in one sentence; `None` if they can.
+    pub why_not_moved: Option<String>,
     /// The statement that creates the index for `overdue`.
     pub index: String,
     /// What operators ask.
     pub questions: Questions,
-    /// How its orders are released, and with `pay` how payments pay them.
+    /// What moves deadlines and releases orders, and with `pay` how payments pay them.
     pub functions: Vec<KindFunction>,
 }
 
@@ -42,9 +43,10 @@ pub struct Rendered {
 /// [`MappingError`] names the setting that does not fit the table.
 pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
     let parts = Parts::new(words, table, facts)?;
-    let (close, overdue, deadline, index) = (parts.close()?, parts.overdue(), parts.deadline(), parts.index());
+    let (close, overdue, index, why_not_moved) =
+        (parts.close()?, parts.overdue(), parts.index(), parts.why_not_moved());
     let (questions, functions) = (parts.questions()?, parts.functions(&close)?);
-    Ok(Rendered { close, overdue, deadline, index, questions, functions })
+    Ok(Rendered { close, overdue, why_not_moved, index, questions, functions })
 }
 
 /// The types of times without a zone, by their names in `pg_type`.
@@ -510,31 +512,6 @@ impl<'a> Parts<'a> {
         let columns = [vec![deadline], self.id_columns(&alias)].concat().join(", ");
         let columns = columns.replace(&format!("{alias}."), "");
         self.facts.orders.create_index(false, &columns, Some(&one_line(&self.table.open)))
-    }
-
-    fn deadline(&self) -> Option<String> {
-        let column = deadline_column(self.table, &self.facts.orders)?;
-        let (orders, alias) = (self.orders(), self.alias());
-        let (kind_column, kind) = self.kind_column();
-        let moved_to = match (self.facts.deadline_type.as_str(), self.zone()) {
-            ("TIMESTAMP", Some(zone)) => format!("($2::timestamptz AT TIME ZONE {zone})"),
-            _ => "$2::timestamptz".to_owned(),
-        };
-        Some(format!(
-            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH {asked},\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {is_asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           {status} AS status,\n           coalesce(({open}), false) AND ({paid}) IS NOT TRUE AS is_open\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {moved} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT d.status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
-            asked = self.asked("SELECT $1::text AS text_id"),
-            is_asked = among(&self.id_columns("o"), "ot_asked", "k"),
-            keys = self.id_as_keys(&alias),
-            deadline = self.usable_deadline(),
-            status = self.status(),
-            open = ended(&self.table.open),
-            paid = ended(&self.table.paid),
-            open_keys = self.keys("d.k"),
-            is_open = among(&self.id_columns(&alias), "ot_open", "k"),
-            printed = ids::print(&numbered("d.k", self.id.len())),
-            column = name(column),
-            moved = self.deadline,
-        ))
     }
 }
 

@@ -367,6 +367,7 @@ fn action(row: &PgRow) -> Result<Moment, sqlx::Error> {
     let (who, why, action): (String, Option<String>, String) =
         (row.try_get("who")?, row.try_get("why")?, row.try_get("action")?);
     let done = match action.as_str() {
+        "deadline_moved" => "given another deadline",
         "parked_retried" => "its parked alarm was sent back",
         _ => "its parked alarm was dropped",
     };

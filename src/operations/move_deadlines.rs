@@ -1,11 +1,13 @@
-//! Gives unpaid orders of the default table other deadlines, and writes who asked for it and why into the history.
+//! Gives open orders other deadlines, and records who asked for it and why.
 //!
-//! One statement for each batch is one transaction: row, alarm and history. Decides nothing about an order's close.
+//! One call of the function `move_deadlines` for each batch is one transaction: row, alarm and history. Decides nothing about an
+//! order's close.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use order_timeout_client::postgres::{MoveDeadlineError, Moved, Timestamptz, move_deadline_by};
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde::Serialize;
 use sqlx::postgres::PgRow;
@@ -16,7 +18,8 @@ use uuid::Uuid;
 use super::paced::{BatchError, BatchOutcomes, Progress, in_batches};
 use crate::postgres::{Database, ErrorClass, Operator, classify, one_line};
 
-const MOVE_SQL: &str = include_str!("../../sql/move_deadlines.sql");
+/// Its parameters and columns are explained in `sql/functions/move_deadline.sql`.
+const MOVE_SQL: &str = "SELECT * FROM move_deadlines($8, $1, $2, $3, $4, $5, $6, $7)";
 
 /// Another deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +43,7 @@ impl NewDeadline {
         }
     }
 
-    /// The parameters `$2` and `$3` of the statement.
+    /// The parameters `deadline` and `shift` of the function.
     fn parameters(self) -> (Option<Timestamptz>, Option<f64>) {
         match self {
             Self::At(deadline) => (Some(Timestamptz(deadline)), None),
@@ -53,6 +56,8 @@ impl NewDeadline {
 /// A request to move deadlines.
 #[derive(Debug, Clone)]
 pub struct Move {
+    /// Whose deadlines.
+    pub kind: Kind,
     /// The new deadline of each order.
     pub to: NewDeadline,
     /// `delay.max_delay`: no deadline may be further ahead.
@@ -73,7 +78,7 @@ pub enum MoveOutcome {
     Same,
     /// The requested one has passed.
     Passed,
-    /// The requested one is too far ahead.
+    /// The requested one is too far ahead, or further than `extend_max` allows.
     TooFar,
     /// The order has no deadline to which something could be added.
     NoDeadline,
@@ -86,7 +91,7 @@ pub enum MoveOutcome {
 }
 
 impl MoveOutcome {
-    /// The word in the statement's column `outcome`; that column never has `unknown`.
+    /// The word in the function's column `outcome`; that column never has `unknown`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -124,6 +129,8 @@ pub struct MovedOrder {
     pub wanted: Option<Timestamp>,
     /// The deadline in the row now, if it was moved.
     pub moved_to: Option<Timestamp>,
+    /// The latest that `extend_max` of the kind allows, if there is one.
+    pub latest: Option<Timestamp>,
 }
 
 /// Moves the deadlines of these orders, all or none; an order without an entry does not exist. Waits for sessions that
@@ -145,35 +152,10 @@ pub async fn move_deadlines(
         .bind(request.furthest.as_secs_f64())
         .bind(&request.operator.who)
         .bind(&request.operator.why)
-        .bind(request.operator.run);
+        .bind(request.operator.run)
+        .bind(request.kind.as_str());
     let rows = database.run(async |connection: &mut PgConnection| update.fetch_all(connection).await).await?;
     rows.iter().map(read_moved).collect()
-}
-
-/// Moves the deadline of an order in a mapped table, which has no history of ours. `None`: there is no such order.
-///
-/// # Errors
-/// [`MoveDeadlineError`].
-pub async fn move_in_mapped_table(
-    database: &Database,
-    statement: &str,
-    order_id: &OrderId,
-    deadline: Timestamp,
-) -> Result<Option<MovedOrder>, MoveDeadlineError> {
-    let moved =
-        database.run(async |connection| match move_deadline_by(connection, statement, order_id, deadline).await {
-            // For the pool, which adds the server's address to an error of the connection.
-            Err(MoveDeadlineError::Database(error)) => Err(error),
-            moved => Ok(moved),
-        });
-    let moved_to = |outcome| (outcome, "unpaid".to_owned(), None, Some(deadline));
-    let (outcome, status, before, moved_to) = match moved.await.map_err(MoveDeadlineError::from)?? {
-        Moved::Later => moved_to(MoveOutcome::Later),
-        Moved::Earlier => moved_to(MoveOutcome::Earlier),
-        Moved::Unchanged { status, deadline } => (MoveOutcome::NotUnpaid, status, Some(deadline), None),
-        Moved::Unknown => return Ok(None),
-    };
-    Ok(Some(MovedOrder { order_id: order_id.clone(), outcome, status, before, wanted: Some(deadline), moved_to }))
 }
 
 /// Whether this run has moved a deadline.
@@ -181,7 +163,10 @@ pub async fn move_in_mapped_table(
 /// # Errors
 /// sqlx's.
 pub async fn has_moved(database: &Database, run: Uuid) -> Result<bool, sqlx::Error> {
-    let ask = sqlx::query_scalar("SELECT EXISTS (SELECT FROM order_events WHERE run = $1 AND event = 'extended')");
+    let ask = sqlx::query_scalar(
+        "SELECT EXISTS (SELECT FROM order_events WHERE run = $1 AND event = 'extended')
+             OR EXISTS (SELECT FROM operator_actions WHERE run = $1 AND action = 'deadline_moved')",
+    );
     let ask = ask.bind(run);
     database.run(async |connection| ask.fetch_one(connection).await).await
 }
@@ -228,7 +213,7 @@ fn read_moved(row: &PgRow) -> Result<MovedOrder, sqlx::Error> {
     };
     let (id, word): (String, String) = (row.try_get("order_id")?, row.try_get("outcome")?);
     let outcome = MoveOutcome::from_word(&word)
-        .ok_or_else(|| sqlx::Error::Decode(format!("sql/move_deadlines.sql has no outcome {word:?}").into()))?;
+        .ok_or_else(|| sqlx::Error::Decode(format!("move_deadlines has no outcome {word:?}").into()))?;
     Ok(MovedOrder {
         order_id: OrderId::new(id).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))?,
         outcome,
@@ -236,5 +221,6 @@ fn read_moved(row: &PgRow) -> Result<MovedOrder, sqlx::Error> {
         before: time("before")?,
         wanted: time("wanted")?,
         moved_to: time("moved_to")?,
+        latest: time("latest")?,
     })
 }

@@ -32,11 +32,11 @@ pub struct OrdersStatements {
     pub close: StatementSource,
     /// The statement that finds overdue orders.
     pub overdue: StatementSource,
-    /// The statement that moves a deadline.
-    pub deadline: DeadlineStatement,
+    /// Why no deadline can be moved, in one sentence; `None` if they can.
+    pub why_not_moved: Option<String>,
     /// What a mapping tells operators about its table.
     pub questions: Option<Questions>,
-    /// What releases and pays its orders; none without a mapping of the shop's own.
+    /// What moves deadlines, releases and pays its orders; none without a mapping of the shop's own.
     pub functions: Vec<KindFunction>,
 }
 
@@ -49,16 +49,6 @@ pub enum DefinedBy {
     Statement,
     /// The conditions and the deadline of a mapping.
     Mapping(String),
-}
-
-/// The statement that moves a deadline.
-#[derive(Debug, Clone)]
-pub enum DeadlineStatement {
-    /// `$1` text: the order; `$2` timestamptz: its new deadline. It returns the order's `status` text and `deadline` timestamptz
-    /// before, and `moved_to` timestamptz: NULL if it was not moved. No row: there is no such order.
-    Sql(String),
-    /// One sentence.
-    CannotBeMoved(String),
 }
 
 /// Finds the statements in effect for this kind.
@@ -107,7 +97,7 @@ fn of_mapping(
     (orders, defined_by): (String, DefinedBy),
     rendered: Rendered,
 ) -> OrdersStatements {
-    let Rendered { close, overdue, deadline, index, questions, functions } = rendered;
+    let Rendered { close, overdue, why_not_moved, index, questions, functions } = rendered;
     let of = |what: &str, sql: String, index: Option<String>| StatementSource::Rendered {
         name: name(settings, kind, what),
         sql,
@@ -118,12 +108,7 @@ fn of_mapping(
         defined_by,
         close: of("close", close, None),
         overdue: of("overdue", overdue, Some(index)),
-        deadline: deadline.map_or(
-            DeadlineStatement::CannotBeMoved(format!(
-                "kinds.{kind}.table.deadline is an expression, so there is no column to move: update the columns that it is made of yourself, and for an earlier deadline run `order-timeout schedule`"
-            )),
-            DeadlineStatement::Sql,
-        ),
+        why_not_moved,
         questions: Some(questions),
         functions,
     }
@@ -145,11 +130,24 @@ pub async fn require_functions(
     let (pay, is_installed) = (KindFunction::pay(functions), is_there("close").await?);
     if !pay && is_installed && (functions.is_empty() || is_there("count").await?) {
         return Err(DatabaseError(format!(
-            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION IF EXISTS kind_{kind}_id, kind_{kind}_order, kind_{kind}_close, kind_{kind}_count, kind_{kind}_consume",
+            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION IF EXISTS kind_{kind}_id, kind_{kind}_order, kind_{kind}_close, kind_{kind}_move, kind_{kind}_count, kind_{kind}_consume",
             kinds::key_of(kind, "pay")
         )));
     }
     if pay || is_installed { require_installed(database, kind, functions).await } else { Ok(()) }
+}
+
+/// Refuses to move deadlines of orders whose table says no column for it, or whose functions are not in the database as the
+/// mapping says.
+///
+/// # Errors
+/// [`DatabaseError`] says what to do.
+pub async fn require_movable(database: &Database, settings: &Settings, kind: &Kind) -> Result<(), DatabaseError> {
+    let OrdersStatements { why_not_moved, functions, .. } = statements(database, settings, kind).await?;
+    match why_not_moved {
+        Some(why) => Err(DatabaseError(why)),
+        None => require_installed(database, kind, &functions).await,
+    }
 }
 
 /// Refuses functions that are not in the database as the mapping says.
@@ -167,7 +165,7 @@ pub async fn require_installed(
         return Ok(());
     }
     Err(DatabaseError(format!(
-        "kinds.{kind}.table says how orders are released and paid, but the functions for that are not in the database as the mapping says ({}); run `order-timeout adopt --kind {kind} --install` as the owner of the schema",
+        "the functions of kind {kind} are not in the database as its mapping says ({}); run `order-timeout adopt --kind {kind} --install` as the owner of the schema",
         missing.join(", ")
     )))
 }
@@ -240,7 +238,7 @@ fn of_files(kind: &Kind, close_sql: &str, overdue_sql: &str) -> OrdersStatements
         defined_by: DefinedBy::Statement,
         close: of("close_sql", close_sql),
         overdue: of("overdue_sql", overdue_sql),
-        deadline: DeadlineStatement::CannotBeMoved(format!(
+        why_not_moved: Some(format!(
             "{} says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`",
             statement_setting(kind, "close_sql")
         )),
@@ -332,9 +330,7 @@ pub struct StatementTexts {
     pub close: String,
     /// The statement that finds overdue orders.
     pub overdue: String,
-    /// `None` if the deadline cannot be moved by a statement.
-    pub deadline: Option<String>,
-    /// The statements of `adopt --install`.
+    /// The statements of `adopt --install`; for the default tables those of `setup`.
     pub functions: Vec<String>,
 }
 
@@ -347,15 +343,15 @@ pub async fn texts(database: &Database, settings: &Settings, kind: &Kind) -> Res
         return Err(DatabaseError(sentence));
     }
     let found = statements(database, settings, kind).await?;
+    let functions = match settings.has_built_in_table(kind) {
+        true => default_tables::rendered().functions.clone(),
+        false => found.functions,
+    };
     let closer = Closer::prepare(WarmConnections::new(database.clone()), found.close).await?;
     let sweeper = Sweeper::prepare(database.clone(), found.overdue).await?;
     Ok(StatementTexts {
         close: closer.statement().0.as_str().to_owned(),
         overdue: sweeper.statement().as_str().to_owned(),
-        deadline: match found.deadline {
-            DeadlineStatement::Sql(sql) => Some(sql),
-            DeadlineStatement::CannotBeMoved(_) => None,
-        },
-        functions: found.functions.iter().map(KindFunction::create).collect(),
+        functions: functions.iter().map(KindFunction::create).collect(),
     })
 }

@@ -86,10 +86,9 @@ pub struct ChosenOrders {
     pub orders: Vec<ChosenOrder>,
     /// The database's time of the snapshot.
     pub now: Timestamp,
-    /// Rows in `order_items`.
-    pub items: u64,
-    /// Their quantities added up: what the orders reserve of the stock.
-    pub units: i64,
+    /// The items of the first `give_back`, and their quantities added up: what the orders reserve of the stock. `None` if
+    /// nothing says.
+    pub reserved: Option<(u64, i64)>,
 }
 
 /// One of the chosen orders.
@@ -271,7 +270,8 @@ impl OrdersTable {
     /// # Errors
     /// One sentence that says what is wrong with the condition.
     pub async fn choose(&self, choice: &Choice) -> Result<ChosenOrders, DatabaseError> {
-        self.require_built_in("which orders a condition chooses").map_err(DatabaseError)?;
+        let questions =
+            self.questions().map_err(|_: &Sweeper| DatabaseError(own("which orders a condition chooses")))?;
         let chosen = self.database.run(async |connection| {
             let mut transaction = connection.begin().await?;
             // Unlike a worker's statements, the operator's have no index of ours.
@@ -281,12 +281,18 @@ impl OrdersTable {
             )
             .execute(&mut *transaction)
             .await?;
-            let orders = choose_orders(&mut transaction, choice).await?;
-            let ids: Vec<&str> = orders.iter().map(|order| order.id.as_str()).collect();
-            let (items, units) = count_items(&mut transaction, &ids).await?;
+            let orders = choose_orders(&mut transaction, questions, choice).await?;
+            let mut reserved = None;
+            if let Some(items) = &questions.items {
+                let ids: Vec<&str> = orders.iter().map(|order| order.id.as_str()).collect();
+                // Rendered from the operator's configuration.
+                let count = sqlx::query_as(AssertSqlSafe(items.clone())).bind(ids);
+                let (items, units): (i64, i64) = count.fetch_one(&mut *transaction).await?;
+                reserved = Some((items.unsigned_abs(), units));
+            }
             let now = postgres::now(&mut transaction).await?;
             transaction.rollback().await?;
-            Ok(ChosenOrders { orders, now, items, units })
+            Ok(ChosenOrders { orders, now, reserved })
         });
         chosen.await.map_err(|error| why_not_chosen(&error))
     }
@@ -347,33 +353,21 @@ async fn first_overdue(sweeper: &Sweeper) -> Result<(Vec<(OrderId, Timestamp)>, 
     }
 }
 
-async fn choose_orders(connection: &mut PgConnection, choice: &Choice) -> Result<Vec<ChosenOrder>, sqlx::Error> {
+async fn choose_orders(
+    connection: &mut PgConnection,
+    questions: &Questions,
+    choice: &Choice,
+) -> Result<Vec<ChosenOrder>, sqlx::Error> {
     // The condition is the operator's own SQL; a line of its own ends a comment in it.
-    let select = format!(
-        "SELECT o.id::text AS id, o.expires_at AS deadline FROM (SELECT * FROM orders WHERE (\n{}\n)) AS o
-         WHERE o.status = 'unpaid'
-           AND NOT EXISTS (SELECT FROM order_events e WHERE e.order_id = o.id AND e.run = $1::uuid)
-         ORDER BY o.expires_at, o.id",
-        choice.condition
-    );
+    let [before, behind] = &questions.choose;
+    let select = format!("{before}\n{}\n{behind}", choice.condition);
     let rows = sqlx::query(AssertSqlSafe(select)).bind(choice.not_changed_by).fetch_all(connection).await?;
     let read = |row: &sqlx::postgres::PgRow| {
-        let (id, deadline): (String, Option<Timestamptz>) = (row.try_get("id")?, row.try_get("deadline")?);
+        let (id, deadline): (String, Option<Timestamptz>) = (row.try_get("order_id")?, row.try_get("deadline")?);
         let id = OrderId::new(id).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))?;
         Ok(ChosenOrder { id, deadline: deadline.map(|Timestamptz(deadline)| deadline) })
     };
     rows.iter().map(read).collect()
-}
-
-async fn count_items(connection: &mut PgConnection, ids: &[&str]) -> Result<(u64, i64), sqlx::Error> {
-    let (items, units): (i64, i64) = sqlx::query_as(
-        "SELECT count(*), coalesce(sum(quantity), 0)::bigint FROM order_items
-         WHERE order_id = ANY ($1::text[]::uuid[])",
-    )
-    .bind(ids)
-    .fetch_one(connection)
-    .await?;
-    Ok((items.unsigned_abs(), units))
 }
 
 fn why_not_chosen(error: &sqlx::Error) -> DatabaseError {
@@ -386,7 +380,7 @@ fn why_not_chosen(error: &sqlx::Error) -> DatabaseError {
         // read_only_sql_transaction
         Some("25006") => "the selection may only read",
         Some(code) if ["22", "42"].contains(&&code[..2]) => {
-            "write a condition on the columns of the table orders, such as --where \"channel = 'app'\""
+            "write a condition on the columns of the orders table, such as --where \"channel = 'app'\""
         }
         _ => "nothing was changed; fix the database and try again",
     };

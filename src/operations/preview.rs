@@ -22,10 +22,12 @@ pub struct Preview {
     pub first_deadline: Option<String>,
     /// The latest, in the same form.
     pub last_deadline: Option<String>,
-    /// Lines of all selected orders.
-    pub items: u64,
+    /// Lines of all selected orders; `None` if nothing says what they reserve.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub items: Option<u64>,
     /// Units of stock that they reserve.
-    pub units: i64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub units: Option<i64>,
     /// The first of them.
     pub examples: Vec<Example>,
 }
@@ -54,13 +56,14 @@ impl Preview {
             deadline: order.deadline.map(write_rfc3339),
             becomes: becomes(order.deadline).map(write_rfc3339),
         };
+        let (items, units) = chosen.reserved.unzip();
         Self {
             orders: chosen.orders.len(),
             overdue: chosen.orders.iter().filter(|order| order.is_overdue(chosen.now)).count(),
             first_deadline: deadline(chosen.orders.first()),
             last_deadline: deadline(last),
-            items: chosen.items,
-            units: chosen.units,
+            items,
+            units,
             examples: chosen.orders.iter().take(MOST_EXAMPLES).map(example).collect(),
         }
     }

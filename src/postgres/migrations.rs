@@ -41,6 +41,7 @@ const FUNCTIONS: &str = concat!(
     include_str!("../../sql/functions/effective_status.sql"),
     include_str!("../../sql/functions/order_keys.sql"),
     include_str!("../../sql/functions/default_orders.sql"),
+    include_str!("../../sql/functions/move_deadline.sql"),
     include_str!("../../sql/functions/late_money.sql"),
     include_str!("../../sql/functions/orders_to_ask_about.sql"),
     include_str!("../../sql/functions/payment_received.sql"),

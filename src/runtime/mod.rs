@@ -135,7 +135,7 @@ impl Worker {
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
         let database = Database::connect(&settings.database, settings.connections_besides_closers()).await?;
         postgres::require_migrated(&database).await?;
-        shop_settings::write(&database, &settings.orders).await?;
+        shop_settings::write(&database, &settings).await?;
         for kind in &served {
             orders_statements::require_readable_files(&settings, kind).await?;
         }

@@ -11,18 +11,6 @@ use order_timeout_testkit::{RunningWorker, TestEnv};
 use crate::listeners::{node, python};
 use crate::{amqp_url, database_url, root};
 
-/// Both send the statement that the Rust client sends.
-#[test]
-fn packages_have_the_deadline_statement() {
-    for copy in ["clients/python/order_timeout/deadline.sql", "clients/node/deadline.sql"] {
-        let copied = std::fs::read_to_string(root().join(copy)).unwrap();
-        assert!(
-            copied == include_str!("../../crates/client/sql/deadline.sql"),
-            "{copy} is another; copy crates/client/sql/deadline.sql there"
-        );
-    }
-}
-
 /// As `timeout` reads it. The tests take ten seconds.
 const LIMIT: &str = "180";
 

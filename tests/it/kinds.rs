@@ -327,6 +327,7 @@ fn command_line_works_by_kind() {
             run(&["forecast", "--orders", "--kind", "acceptance", "--next", "2h"]).await.contains(&format!("  {id} "))
         );
         assert!(run(&["forecast", "--kind", "acceptance"]).await.contains(": 1 orders"));
+        run(&["adopt", "--install", "--kind", "acceptance"]).await;
         let moved = run(&["deadline", &id, "--kind", "acceptance", "--in", "10s"]).await;
         assert!(moved.contains("an alarm for it is written"), "{moved}");
         assert_eq!(env.count("SELECT count(*) FROM alarm_outbox WHERE kind = 'acceptance'").await, 1);

@@ -415,8 +415,8 @@ fn guard_refuses_payments_after_deadline() {
             for (reference, order) in [("pi_2", closing), ("pi_3", &open), ("pi_4", &never)] {
                 assert_eq!(report(&env.pool, order.id, reference, 10).await.verdict, PAID);
             }
-            let mut lenient = env.settings.orders.clone();
-            lenient.pay_after_deadline = true;
+            let mut lenient = env.settings.clone();
+            lenient.orders.pay_after_deadline = true;
             shop_settings::write(&database(&env).await, &lenient).await.unwrap();
             assert_eq!(report(&env.pool, due.id, "pi_5", 10).await.verdict, PAID);
             assert_money_adds_up(&env).await;

@@ -38,12 +38,12 @@ def schedule(
     return _run(connection, _calls.schedule(order_id, deadline, kind, traceparent))
 
 
-def move_deadline(connection: Any, order_id: Id, deadline: datetime) -> Moved:
-    """Gives an unpaid order of the default table `orders` another deadline, and an alarm if that is earlier.
+def move_deadline(connection: Any, order_id: Id, deadline: datetime, kind: str = "order") -> Moved:
+    """Gives an unpaid order another deadline, and an alarm if that is earlier.
 
     Locks the order's row until the caller's transaction ends. Raises `OrderTimeoutError`; a repetition is always safe.
     """
-    return _run(connection, _calls.move_deadline(order_id, deadline))
+    return _run(connection, _calls.move_deadline(order_id, deadline, kind))
 
 
 def payment_received(

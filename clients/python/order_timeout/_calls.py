@@ -6,7 +6,6 @@ Each statement is written for any driver: its values are text and numbers, which
 import re
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Callable, Dict, Generic, Literal, Optional, Sequence, Tuple, TypeVar, Union
 from uuid import UUID
 
@@ -38,8 +37,9 @@ class Moved:
     """What became of a deadline."""
 
     #: `later` (or the same): the alarm in flight suffices. `earlier`: a new alarm is in the outbox. `unchanged`: the order
-    #: is not unpaid, or a trigger skipped the update. `unknown`: there is no such order.
-    outcome: Literal["later", "earlier", "unchanged", "unknown"]
+    #: is not unpaid, or a trigger skipped the update. `too_far`: `extend_max` of its kind does not allow it. `unknown`: there
+    #: is no such order.
+    outcome: Literal["later", "earlier", "unchanged", "too_far", "unknown"]
     #: Of the order; None if there is none.
     status: Optional[str]
     #: The deadline in the row now; None if it has none.
@@ -158,17 +158,7 @@ def schedule(order_id: Id, deadline: datetime, kind: str, traceparent: Optional[
     )
 
 
-# The statement that every client uses, from its first part on, up to its answer. The answer is here of types that any driver
-# reads: `infinity`, for example, is not a datetime.
-_PARTS = (Path(__file__).parent / "deadline.sql").read_text("utf-8").partition("WITH ")[2].rpartition("\nSELECT ")
-_MOVE_SQL = "WITH " + _PARTS[0].replace("$2::timestamptz", "$2::text::timestamptz") + """
-SELECT CASE WHEN m.deadline IS NULL THEN 'unchanged'
-            WHEN m.deadline < coalesce(d.deadline, 'infinity') THEN 'earlier' ELSE 'later' END,
-       d.status, to_char(coalesce(m.deadline, d.deadline) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US')
-FROM ot_decided d LEFT JOIN ot_moved m ON true"""
-
-
-def move_deadline(order_id: Id, deadline: datetime) -> Call[Moved]:
+def move_deadline(order_id: Id, deadline: datetime, kind: str) -> Call[Moved]:
     text, due = checked_id(order_id), checked_deadline(deadline).isoformat()
 
     def read(rows: Sequence[Any]) -> Moved:
@@ -176,9 +166,15 @@ def move_deadline(order_id: Id, deadline: datetime) -> Call[Moved]:
         outcome, status, written = answer
         return Moved(outcome, status, written and datetime.fromisoformat(written + "+00:00"))
 
-    grant = "grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox"
-    fixes = {"42501": grant, "23514": DEADLINE}
-    return Call(_MOVE_SQL, (text, due), read, f"the deadline of order {text} is unchanged", fixes)
+    return Call(
+        # As text: `infinity`, for example, is not a datetime.
+        "SELECT outcome, status, to_char(coalesce(moved_to, before) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US')"
+        " FROM move_deadline($1::text, $2::text::timestamptz, $3::text)",
+        (text, due, kind),
+        read,
+        f"the deadline of order {text} is unchanged",
+        {"42501": "GRANT EXECUTE ON FUNCTION move_deadline to this user", "23514": DEADLINE},
+    )
 
 
 def payment_received(

@@ -26,9 +26,9 @@ async def schedule(
     return await _run(connection, _calls.schedule(order_id, deadline, kind, traceparent))
 
 
-async def move_deadline(connection: Any, order_id: Id, deadline: datetime) -> Moved:
+async def move_deadline(connection: Any, order_id: Id, deadline: datetime, kind: str = "order") -> Moved:
     """As `order_timeout.move_deadline`."""
-    return await _run(connection, _calls.move_deadline(order_id, deadline))
+    return await _run(connection, _calls.move_deadline(order_id, deadline, kind))
 
 
 async def payment_received(

@@ -1,8 +1,8 @@
 //! Schedules an alarm, moves a deadline, reports a payment, or releases an order, inside the caller's Postgres transaction.
 //!
-//! For a database with the tables of `order-timeout setup`, which must be on the connection's `search_path`:
-//! [`schedule`] writes into `alarm_outbox`, and [`move_deadline`] also into the default table `orders`. Opens no
-//! connection and commits nothing.
+//! For a database with the tables and functions of `order-timeout setup`, which must be on the connection's `search_path`:
+//! [`schedule`] writes into `alarm_outbox`, and [`move_deadline`] calls the function of that name. Opens no connection and
+//! commits nothing.
 //!
 //! The row decides, so a later deadline changes only the row: after any number of extensions the order has one alarm.
 //! Only an earlier deadline needs an alarm of its own. [`payment_received`] and [`release`] are for the callback of a payment provider.
@@ -16,14 +16,11 @@ use order_timeout_core::order::{OrderId, OrderIdError, Timestamp};
 use sqlx::encode::IsNull;
 use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgHasArrayType, PgTypeInfo, PgValueRef};
-use sqlx::{AssertSqlSafe, PgConnection, PgExecutor, Postgres, Row};
+use sqlx::{PgConnection, PgExecutor, Postgres, Row};
 
 pub use payments::{
     LateReason, PaymentError, PaymentOutcome, PaymentVerdict, ReleaseError, Released, payment_received, release,
 };
-
-/// The statement of [`move_deadline`]; services in other languages use the same file.
-const DEADLINE_SQL: &str = include_str!("../sql/deadline.sql");
 
 /// Why an alarm was not written into the outbox. Roll the transaction back; the cause is in `source()`.
 #[derive(Debug, thiserror::Error)]
@@ -168,7 +165,12 @@ pub enum Moved {
         /// The deadline in the row; the latest timestamp of all if the row has none.
         deadline: Timestamp,
     },
-    /// There is no such order, or the transaction cannot see it.
+    /// The deadline is unchanged, because `extend_max` of the order's kind does not allow the new one.
+    TooFar {
+        /// The latest deadline that it allows.
+        latest: Timestamp,
+    },
+    /// There is no such order.
     Unknown,
 }
 
@@ -191,8 +193,6 @@ fn sentence(error: &sqlx::Error) -> String {
         return "the deadline is not known to have moved; try again".to_owned();
     };
     let hint = match refusal.code().as_deref() {
-        // invalid_text_representation
-        Some("22P02") => "; give the id as the orders table has it, a UUID",
         // lock_not_available, and what ends a statement that takes too long
         Some("55P03" | "57014") => "; another session holds the order, try again",
         // admin_shutdown, crash_shutdown, cannot_connect_now
@@ -200,7 +200,9 @@ fn sentence(error: &sqlx::Error) -> String {
         // read_only_sql_transaction
         Some("25006") => "; this is a standby, connect to the primary",
         // insufficient_privilege
-        Some("42501") => "; grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox",
+        Some("42501") => "; GRANT EXECUTE ON FUNCTION move_deadline, or for a command move_deadlines, to this user",
+        // undefined_function
+        Some("42883") => "; run `order-timeout setup`, and put its schema on the search_path",
         // check_violation
         Some("23514") => "; choose a deadline before the year 9999",
         _ => "",
@@ -209,8 +211,8 @@ fn sentence(error: &sqlx::Error) -> String {
 }
 
 /// Gives an unpaid order another deadline as part of the caller's transaction, and an alarm if the deadline is earlier.
-/// `order_id` must be a UUID, as in the default table `orders`. Locks the order's row, so it waits for a session that
-/// is closing or paying the order. A pool is accepted too: it is a single statement.
+/// Locks the order's row, so it waits for a session that is closing or paying the order. A pool is accepted too: it is a single
+/// statement. [`move_deadline_of`] is for other kinds.
 ///
 /// ```no_run
 /// # async fn example(pool: sqlx::PgPool, id: &str) -> Result<(), Box<dyn std::error::Error>> {
@@ -234,37 +236,43 @@ pub async fn move_deadline(
     order_id: impl AsRef<str>,
     deadline: impl Into<Timestamp>,
 ) -> Result<Moved, MoveDeadlineError> {
-    move_deadline_by(executor, DEADLINE_SQL, order_id, deadline).await
+    move_deadline_of(executor, &Kind::ORDER, order_id, deadline).await
 }
 
-/// [`move_deadline`] by a statement with the parameters and columns of `default_deadline.sql`, for a worker whose orders
-/// are in another table.
+/// [`move_deadline`] of an order of this kind. In any other language it is
+/// `SELECT outcome, status, before, moved_to, latest FROM move_deadline($1, $2, $3)`.
 ///
 /// # Errors
 /// [`MoveDeadlineError`]; roll the transaction back.
-#[doc(hidden)]
-pub async fn move_deadline_by(
+pub async fn move_deadline_of(
     executor: impl PgExecutor<'_>,
-    statement: &str,
+    kind: &Kind,
     order_id: impl AsRef<str>,
     deadline: impl Into<Timestamp>,
 ) -> Result<Moved, MoveDeadlineError> {
     let order_id = OrderId::new(order_id)?;
-    // Ours, or rendered from the operator's configuration.
-    let found = sqlx::query(AssertSqlSafe(statement.to_owned()))
+    let found = sqlx::query("SELECT outcome, status, before, latest FROM move_deadline($1, $2, $3)")
         .bind(order_id.as_str())
         .bind(Timestamptz(deadline.into()))
+        .bind(kind.as_str())
         .fetch_optional(executor)
         .await?;
     let Some(row) = found else { return Ok(Moved::Unknown) };
-    let (status, Timestamptz(before)): (String, _) = (row.try_get("status")?, row.try_get("deadline")?);
-    let moved_to: Option<Timestamptz> = row.try_get("moved_to")?;
-    Ok(match moved_to {
-        Some(Timestamptz(now)) if now < before => Moved::Earlier,
-        Some(_) => Moved::Later,
-        None => Moved::Unchanged { status, deadline: before },
+    let time = |column| {
+        let time: Option<Timestamptz> = row.try_get(column)?;
+        Ok::<_, sqlx::Error>(time.map_or(NEVER, |Timestamptz(time)| time))
+    };
+    let outcome: String = row.try_get("outcome")?;
+    Ok(match outcome.as_str() {
+        "later" => Moved::Later,
+        "earlier" => Moved::Earlier,
+        "too_far" => Moved::TooFar { latest: time("latest")? },
+        _ => Moved::Unchanged { status: row.try_get("status")?, deadline: time("before")? },
     })
 }
+
+/// The deadline of a row that has none.
+const NEVER: Timestamp = Timestamp::from_unix_micros(i64::MAX);
 
 /// A [`Timestamp`] as a `timestamptz`, to bind to a statement of sqlx and to read from a row.
 ///

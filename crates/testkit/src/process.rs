@@ -1,5 +1,6 @@
 //! The real binary as a child process, for tests of the command line and for workers that are killed.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -97,10 +98,13 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
     arguments
 }
 
-/// The text of the file that the settings' mapping was read from.
+/// The texts of the files that the settings' mappings were read from.
 fn mapping(settings: &Settings) -> String {
-    let origins = settings.kinds.values().filter_map(|kind| kind.origin.as_ref());
-    origins.map(|file| format!("\n{}", std::fs::read_to_string(file).expect("the file of the mapping"))).collect()
+    let origins: BTreeSet<&String> = settings.kinds.values().filter_map(|kind| kind.origin.as_ref()).collect();
+    origins
+        .into_iter()
+        .map(|file| format!("\n{}", std::fs::read_to_string(file).expect("the file of the mapping")))
+        .collect()
 }
 
 /// The payment services that are asked about orders in the default tables.

@@ -1,7 +1,7 @@
 //! How a shop's transactions pay and release the orders of a mapped table: what the close claims instead, because a provider
 //! must be asked, and the functions of the kind that those of `sql/functions/` call.
 //!
-//! Pure. A mapping without `pay` has only what releases an order.
+//! Pure. A mapping without `pay` has only what moves deadlines and releases orders.
 
 use std::collections::BTreeMap;
 
@@ -62,7 +62,7 @@ impl Parts<'_> {
         self.table.pay.is_some()
     }
 
-    fn kind_literal(&self) -> String {
+    pub(super) fn kind_literal(&self) -> String {
         literal(self.words.kind.as_str())
     }
 
@@ -225,10 +225,9 @@ impl Parts<'_> {
         is_needed.then(|| format!("(({id}) IN ({claimed})) IS NOT TRUE"))
     }
 
-    /// The functions of the kind. Of the built-in mapping those that `sql/functions/default_orders.sql` has not, under the names
-    /// of the default tables; `setup` creates them.
-    pub(super) fn functions(&self, close: &str) -> Result<Vec<KindFunction>, MappingError> {
-        let function = |what: &str, signature: &str, language, body| KindFunction {
+    /// A function of the kind, under its name or that of the default tables.
+    pub(super) fn function(&self, what: &str, signature: &str, language: &'static str, body: String) -> KindFunction {
+        KindFunction {
             name: match self.table.is_built_in {
                 true => format!("default_{what}"),
                 false => format!("kind_{}_{what}", self.words.kind),
@@ -236,31 +235,42 @@ impl Parts<'_> {
             signature: signature.to_owned(),
             language,
             body,
-        };
+        }
+    }
+
+    /// The functions of the kind. Of the built-in mapping those that `sql/functions/default_orders.sql` has not; `setup` creates
+    /// them.
+    pub(super) fn functions(&self, close: &str) -> Result<Vec<KindFunction>, MappingError> {
         let mut functions = vec![
-            function("id", "(order_id text) RETURNS text", "sql", self.id_function()),
-            function(
+            self.function("id", "(order_id text) RETURNS text", "sql", self.id_function()),
+            self.function(
                 "order",
                 "(order_id text, waits boolean, OUT state text, OUT deadline timestamptz, OUT amount_minor bigint, OUT currency text)",
                 "plpgsql",
                 self.order_function(),
             ),
-            function(
+            self.function(
                 "close",
                 "(ids text[], path text, waits boolean, were_claimed boolean) RETURNS TABLE (order_id text, outcome text, deadline timestamptz)",
                 "plpgsql",
                 format!("\n#variable_conflict use_column\nBEGIN\nRETURN QUERY\n{close};\nEND"),
             ),
+            self.move_function(),
         ];
         if let Some(pay) = &self.table.pay {
             self.require_payable()?;
-            functions.push(function(
+            functions.push(self.function(
                 COUNT,
                 "(order_id text, counted bigint, pays boolean, by text, why text, answers text) RETURNS boolean",
                 "plpgsql",
                 self.count_function(pay)?,
             ));
-            functions.push(function("consume", "(order_ids text[]) RETURNS void", "plpgsql", self.consume_function()?));
+            functions.push(self.function(
+                "consume",
+                "(order_ids text[]) RETURNS void",
+                "plpgsql",
+                self.consume_function()?,
+            ));
         }
         let is_written = |function: &KindFunction| {
             self.table.is_built_in && WRITTEN_FOR_DEFAULT_TABLES.contains(&function.name.as_str())

@@ -38,6 +38,11 @@ pub struct Questions {
     /// The stock that those orders reserve, with the same parameters: `minute` bigint, `units` bigint. `None` if no
     /// `give_back` says.
     pub units_by_minute: Option<String>,
+    /// The open orders that a condition of the operator chooses, which stands between these two: `order_id` text, `deadline`
+    /// timestamptz or NULL, by (deadline, id). `$1` uuid: a run; those that it has moved are left out.
+    pub choose: [String; 2],
+    /// What these orders reserve, as above: the number of items bigint, and of units bigint. `$1` `text[]`: their ids.
+    pub items: Option<String>,
     /// Why it is not known what an order costs, in one sentence; `None` if it is.
     pub why_no_money: Option<String>,
 }
@@ -65,6 +70,8 @@ impl<'a> Parts<'a> {
             due: self.due(reserved.as_ref()),
             due_minutes: self.due_minutes(),
             units_by_minute: reserved.as_ref().map(|reserved| self.units_by_minute(reserved)),
+            choose: self.choose(),
+            items: reserved.as_ref().map(|reserved| self.items(reserved)),
             why_no_money: self.why_no_money(),
         })
     }
@@ -245,6 +252,35 @@ impl<'a> Parts<'a> {
             quantity = reserved.quantity,
             items = reserved.items,
             same = same.join(" AND "),
+        )
+    }
+
+    /// The condition is evaluated on the table alone, so that it can name the columns as it likes.
+    fn choose(&self) -> [String; 2] {
+        let (orders, alias, deadline) = (self.orders(), self.alias(), &self.deadline);
+        let ids = self.id_columns(&alias);
+        [
+            format!(
+                "SELECT {} AS order_id, {} AS deadline\nFROM (SELECT * FROM {orders} AS {alias} WHERE (",
+                ids::print(&ids),
+                self.usable_deadline()
+            ),
+            format!(
+                ")) AS {alias}\nWHERE {}\n  AND {} NOT IN (\n    SELECT e.order_id::text FROM order_events e WHERE e.run = $1::uuid\n    UNION ALL\n    SELECT m.moved ->> 'order_id' FROM operator_actions a, jsonb_array_elements(a.alarms) m (moved)\n    WHERE a.run = $1::uuid)\nORDER BY {deadline}, {}",
+                self.is_told(),
+                ids::print(&ids),
+                ids.join(", "),
+            ),
+        ]
+    }
+
+    fn items(&self, reserved: &Reserved) -> String {
+        format!(
+            "WITH {asked}\nSELECT count(*), coalesce(sum({quantity}), 0)::bigint FROM {items} WHERE {is_asked}",
+            asked = self.asked("SELECT unnest($1::text[]) AS text_id"),
+            quantity = reserved.quantity,
+            items = reserved.items,
+            is_asked = among(&reserved.order, "ot_asked", "k"),
         )
     }
 }

@@ -159,10 +159,9 @@ fn statements_match_golden_files() {
     for (shop, rendered) in of_shops.into_iter().chain([("default", default_tables::rendered().clone())]) {
         assert_golden(&format!("{shop}_close.sql"), &rendered.close);
         assert_golden(&format!("{shop}_overdue.sql"), &rendered.overdue);
-        match rendered.deadline {
-            Some(deadline) => assert_golden(&format!("{shop}_deadline.sql"), &deadline),
-            None => assert!(["mall", "tenants"].contains(&shop), "{shop}"),
-        }
+        let moves = rendered.functions.iter().find(|function| function.name.ends_with("_move")).unwrap();
+        assert_golden(&format!("{shop}_move.sql"), &format!("-- Moves deadlines of {shop}.\n{}", moves.create()));
+        assert_eq!(rendered.why_not_moved.is_some(), ["mall", "tenants"].contains(&shop), "{shop}");
     }
 }
 
@@ -238,9 +237,9 @@ fn statements_write_words_of_kind() {
     ] {
         assert!(rendered.close.contains(part), "{part}: {}", rendered.close);
     }
-    let deadline = rendered.deadline.unwrap();
+    let [moves] = &rendered.functions[..] else { panic!("one function without pay: {:?}", rendered.functions) };
     for part in ["INSERT INTO alarm_outbox (order_id, deadline, kind)", "m.deadline, 'acceptance'"] {
-        assert!(deadline.contains(part), "{part}: {deadline}");
+        assert!(moves.body.contains(part), "{part}: {}", moves.body);
     }
 }
 

@@ -21,7 +21,7 @@ use crate::mapping::{self, Facts, KindFunction, Questions, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::sentence;
 use crate::operations::first_backlog::{self, Backlog, Verdict};
-use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
+use crate::operations::orders_statements::{self, OrdersStatements};
 use crate::postgres::adoption::Adoptable;
 use crate::postgres::survey::{self, Index, Survey};
 use crate::postgres::warm_connections::WarmConnections;
@@ -126,7 +126,7 @@ impl Check<'_> {
             }
         };
         self.proven("", "the statements can be prepared, with the parameters and columns of the contract");
-        if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
+        if let Some(why) = statements.why_not_moved {
             self.note("deadline", why);
         }
         let functions = orders_statements::require_functions(database, self.kind, &statements.functions).await;

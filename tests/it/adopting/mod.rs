@@ -1,6 +1,7 @@
 //! Foreign shops are adopted from configuration alone, and a mapping that would do harm is refused.
 
 mod backlog;
+mod deadlines;
 mod foreseen;
 mod never_due;
 mod payments;

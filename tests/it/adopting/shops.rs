@@ -194,7 +194,12 @@ fn statements_of_mapping_are_printed() {
         execute(&env, &text("ticketing", "schema.sql")).await;
         let (code, said, error) = call_with(&env.settings, &["sql"]).await;
         assert_eq!(code, 0, "{error}");
-        for part in ["FOR NO KEY UPDATE OF o SKIP LOCKED", "\"status\" = 'e'", "statement_timestamp()", "-- deadline"] {
+        for part in [
+            "FOR NO KEY UPDATE OF o SKIP LOCKED",
+            "\"status\" = 'e'",
+            "statement_timestamp()",
+            "FUNCTION kind_order_move(",
+        ] {
             assert!(said.contains(part), "{part}: {said}");
         }
     });
@@ -204,6 +209,8 @@ fn statements_of_mapping_are_printed() {
 fn deadline_of_mapped_order_moves() {
     TestEnv::builder().without_broker().settings(|settings| map(settings, "ticketing")).run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
+            let (code, said, error) = call_with(&env.settings, &["adopt", "--install"]).await;
+            assert_eq!(code, 0, "{said}{error}");
             execute(&env, "INSERT INTO tickets.pretixbase_order (code, status, expires) VALUES ('A', 'n', NULL), ('B', 'p', now()), ('C', 'n', now() + interval '1 d')").await;
             for (id, said_wanted, code_wanted) in [
                 ("1", "an alarm for it is written", 0),

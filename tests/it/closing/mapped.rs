@@ -317,7 +317,7 @@ fn functions_of_former_mapping_are_refused() {
         install(&env).await;
         // Run with the owner's rights, so no temporary object of a caller may take the place of another.
         let last = "SELECT count(*) FROM pg_proc WHERE proname LIKE 'kind\\_order\\_%' AND proconfig::text LIKE '%pg\\_temp\"}'";
-        assert_eq!(env.count(last).await, 4);
+        assert_eq!(env.count(last).await, 5);
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let refused = orders_statements::require_functions(&database, &Kind::ORDER, &[]).await.unwrap_err().to_string();
         assert!(refused.contains("kinds.order.table.pay") && refused.contains("DROP FUNCTION IF EXISTS kind_order_id"), "{refused}");

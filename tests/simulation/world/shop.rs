@@ -109,7 +109,7 @@ impl World {
         self.note_if(took_effect, event);
     }
 
-    /// Sets another deadline as `default_deadline.sql` does: an earlier one gets an alarm of its own.
+    /// Sets another deadline as `move_deadline` does: an earlier one gets an alarm of its own.
     pub fn move_deadline(&mut self, n: usize, delay: Duration) {
         let deadline = self.database_time() + delay;
         let count = self.rows.len();

@@ -1,1 +1,0 @@
-../../../tests/fixtures/mapping/default_deadline.sql
