@@ -181,7 +181,9 @@ impl EventLoop {
     fn take_clock(&mut self, reading: ClockReading) {
         match reading {
             Ok(sample) => {
-                self.clock.learn(sample);
+                if self.clock.learn(sample) {
+                    self.engine.handle(Input::ClockSetAhead, self.clock.now());
+                }
                 self.recorder.clock(Some(&self.clock));
                 self.engine.handle(Input::ClockRead, self.clock.now());
                 self.report_counts();

@@ -36,6 +36,9 @@ pub struct DatabaseClock {
 /// After this long a rougher sample replaces a finer one: two crystals drift apart by some 50 µs a second at worst.
 const SAMPLE_LIFETIME: Duration = Duration::from_secs(60);
 
+/// A clock that is further ahead of the reading before was set: readings of one clock differ by less.
+const SET_AHEAD: Duration = Duration::from_secs(1);
+
 impl DatabaseClock {
     /// A clock that relies on a single sample; [`DatabaseClock::learn`] takes further ones.
     #[must_use]
@@ -46,8 +49,10 @@ impl DatabaseClock {
     }
 
     /// Takes another sample if it is finer than the one in use, if that one is old, or if the two cannot both be true:
-    /// then the database's clock was set, or another server answers now.
-    pub fn learn(&mut self, sample: ClockSample) {
+    /// then the database's clock was set, or another server answers now. Returns whether it was set ahead, by more than
+    /// [`SET_AHEAD`].
+    pub fn learn(&mut self, sample: ClockSample) -> bool {
+        let before = *self;
         let next = Self::new(sample);
         let disagreement = self.at_instant(next.at).unix_micros().abs_diff(next.base.unix_micros());
         let explained = (self.uncertainty + next.uncertainty).as_micros() + 1_000;
@@ -57,6 +62,7 @@ impl DatabaseClock {
         {
             *self = next;
         }
+        self.base.since(before.at_instant(self.at)) > SET_AHEAD
     }
 
     /// The round trip of the reading in use. The clock is off by at most half of it, plus the drift between the two

@@ -45,6 +45,8 @@ pub enum Input {
     BrakeNotJudged,
     /// The database's clock was read.
     ClockRead,
+    /// The database's clock was set ahead: the alarms of what fell due meanwhile come late.
+    ClockSetAhead,
     /// The database's clock could not be read, for this reason.
     ClockNotRead(String),
     /// The consumer session of this number is open.

@@ -129,6 +129,13 @@ impl LookAhead {
         }
     }
 
+    /// Alarms come by the broker's clock, which was not set: orders are read without them for a while, and none that was due
+    /// before is expected to have one.
+    pub fn clock_was_set_ahead(&mut self, now: Timestamp) {
+        self.without_alarm = Some(now);
+        self.session_since = self.session_since.map(|_| now);
+    }
+
     /// How far the next page reaches. `has_room`: whether more orders may be held.
     pub fn reach(&self, policy: &Policy, is_consuming: bool, has_room: bool, now: Timestamp) -> SweepReach {
         match self.is_active(policy, is_consuming, now) {

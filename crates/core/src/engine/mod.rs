@@ -235,6 +235,7 @@ impl Engine {
                 self.update_closing_pause();
             }
             Input::ClockRead => self.availability.note_clock(None),
+            Input::ClockSetAhead => self.look_ahead.clock_was_set_ahead(now),
             Input::ClockNotRead(reason) => self.availability.note_clock(Some(reason)),
             Input::SessionOpened(number) => {
                 self.session = self.session.max(number);

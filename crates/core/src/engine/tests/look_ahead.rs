@@ -98,6 +98,18 @@ fn reading_ahead_ends_after_catching_up() {
 }
 
 #[test]
+fn clock_set_ahead_begins_reading_ahead() {
+    let mut engine = sweeping_engine();
+    let now = at_ms(3_600_000);
+    engine.handle(Input::ClockSetAhead, now);
+    assert_eq!(swept_page(&mut engine, now).reach, SweepReach::Ahead(policy().look_ahead));
+    engine.handle(swept(&[("a", 1_800_000)]), now);
+    let batch = batches(&mut engine, now).remove(0);
+    finish(&mut engine, batch, &found(Outcome::Closed), now);
+    assert_eq!(engine.snapshot(now).closed_without_alarm, 0, "no alarm of it had to be here");
+}
+
+#[test]
 fn session_from_start_reads_nothing_ahead() {
     let mut engine = sweeping_engine();
     assert_eq!(swept_page(&mut engine, at_ms(250)).reach, SweepReach::Overdue(policy().sweep_grace));
