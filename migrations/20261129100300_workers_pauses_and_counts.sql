@@ -11,8 +11,9 @@ CREATE TABLE order_timeout_workers (
     -- The settings that must be the same for all workers, as they are written in a configuration file: delay.strategy,
     -- delay.lanes and so on, by their names.
     delays     jsonb NOT NULL,
-    started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    last_seen  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- By Postgres' own clock, also where tests move the database's.
+    started_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    last_seen  timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
     -- The workers of a kind share the orders that they read ahead.
     kinds      text[] NOT NULL,
     -- What its /readyz says that only a running worker can find, for `order-timeout doctor`.

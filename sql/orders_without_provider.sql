@@ -7,7 +7,7 @@
 WITH RECURSIVE served (kind, name) AS MATERIALIZED (
     SELECT k.kind, unnest(string_to_array(w.delays ->> ('kinds.' || k.kind || '.providers'), ', '))
     FROM order_timeout_workers w CROSS JOIN LATERAL unnest(w.kinds) AS k (kind)
-    WHERE w.last_seen > clock_timestamp() - interval '10 s'
+    WHERE w.last_seen > pg_catalog.clock_timestamp() - interval '10 s'
 ),
 queues (kind, name) AS (
     -- The names of all queues, one index lookup for each.
@@ -38,8 +38,8 @@ waiting AS MATERIALIZED (
       -- Workers that start together have registered by then.
       AND EXISTS (
           SELECT FROM order_timeout_workers v
-          WHERE v.last_seen > clock_timestamp() - interval '10 s'
-            AND v.started_at < clock_timestamp() - interval '5 s')
+          WHERE v.last_seen > pg_catalog.clock_timestamp() - interval '10 s'
+            AND v.started_at < pg_catalog.clock_timestamp() - interval '5 s')
 ),
 left_alone AS (
     UPDATE close_attempts c

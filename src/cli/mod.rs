@@ -22,6 +22,7 @@ pub mod setup;
 mod signals;
 pub mod sql;
 pub mod status;
+pub mod testing;
 pub mod topology;
 pub mod worker;
 
@@ -373,6 +374,9 @@ pub enum Command {
     Adopt(adopt::AdoptArgs),
     /// Print the statements that close orders and find overdue ones
     Sql(sql::SqlArgs),
+    /// Move the clock of a database that `setup --for-tests` has made
+    #[command(subcommand)]
+    Testing(testing::TestingCommand),
     /// Print every setting that is in effect, with its origin and without secrets
     Config(config::ConfigArgs),
     /// Print a completion script for a shell
@@ -438,6 +442,7 @@ impl Command {
             Self::Provider(command) => provider::run(command, settings).await,
             Self::Adopt(args) => adopt::run(args, settings).await,
             Self::Sql(args) => sql::run(args, settings).await,
+            Self::Testing(command) => testing::run(command, settings).await,
             Self::Config(args) => config::run(&args, given),
             Self::Completions(args) => generate::completions(&args),
             Self::Man => generate::man(),

@@ -9,11 +9,14 @@ use serde_json::json;
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::observe::inspect;
-use crate::postgres::{self, Database, migrations, shop_settings};
+use crate::postgres::{self, Database, migrations, shop_settings, test_clock};
 
 /// Arguments of `setup`.
 #[derive(Debug, Args)]
 pub struct SetupArgs {
+    /// Make this empty database one for tests, whose clock `testing advance` moves; it stays one
+    #[arg(long, conflicts_with_all = ["print_sql", "check"])]
+    for_tests: bool,
     /// Print what was done as JSON
     #[arg(long)]
     json: bool,
@@ -68,6 +71,9 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
     }
     if args.check {
         return check(&settings).await;
+    }
+    if args.for_tests {
+        test_clock::create(&settings.database).await?;
     }
     let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.

@@ -16,6 +16,8 @@ use crate::postgres::one_line;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
+/// The same on a database for tests, which wait for what follows when they have moved its clock.
+const TEST_CLOCK_SAMPLE_EVERY: Duration = Duration::from_millis(50);
 /// How often it is read whether closing is paused. Twice a second: until a worker reads that another has tripped the brake,
 /// it closes on.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -51,7 +53,8 @@ pub(crate) async fn sample_clock(
     mut watch: ClosingWatch,
     readings: mpsc::UnboundedSender<ClockReading>,
 ) {
-    let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
+    let is_for_tests = orders.connections().database().is_for_tests();
+    let mut ticks = tokio::time::interval(if is_for_tests { TEST_CLOCK_SAMPLE_EVERY } else { CLOCK_SAMPLE_EVERY });
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

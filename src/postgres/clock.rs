@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::clock::ClockSample;
 use order_timeout_core::order::Timestamp;
-use sqlx::{Connection, PgConnection, Row};
+use sqlx::{AssertSqlSafe, Connection, PgConnection, Row};
 
 use super::DIAGNOSIS_TIMEOUT;
 use super::connect::{connect_once, connect_options, in_time};
 use super::error::DatabaseError;
+use super::test_clock::search_path;
 use crate::config::DatabaseSettings;
 
 /// The time by the database's clock, which decides when a deadline has passed.
@@ -42,6 +43,10 @@ pub async fn ask_time(settings: &DatabaseSettings, timeout: Duration) -> Result<
     let mut connection = connect_once(&options, timeout, settings.tls_files()).await?;
     // Not prepared, so that it works with any pooler.
     let ask = async {
+        if let Some(path) = search_path(&mut connection, None).await? {
+            let set = format!("SET search_path = {path}");
+            sqlx::raw_sql(AssertSqlSafe(set)).execute(&mut connection).await?;
+        }
         let micros = sqlx::raw_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint::text");
         let micros: String = micros.fetch_one(&mut connection).await?.try_get(0)?;
         micros.parse().map(Timestamp::from_unix_micros).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))

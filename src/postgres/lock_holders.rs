@@ -70,7 +70,7 @@ holders AS (
     WHERE l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
     GROUP BY l.pid, l.virtualtransaction, a.xact_start, p.prepared, a.state, p.gid, a.application_name, a.usename)
 SELECT pid, coalesce(gid, of) AS of, state, since, holds_row FROM holders
-WHERE holds_row OR (holds_table AND coalesce(since < clock_timestamp() - interval '1 second', true))
+WHERE holds_row OR (holds_table AND coalesce(since < pg_catalog.clock_timestamp() - interval '1 second', true))
 ORDER BY holds_row DESC, since NULLS LAST, pid LIMIT 5";
 
 /// The longest, those with the row first. `row`: the transaction that has last locked or changed the row, its `xmax`.

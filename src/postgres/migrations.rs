@@ -33,11 +33,13 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
 ///
 /// Functions get the `search_path` of this transaction (`SET search_path FROM CURRENT`), so that they work on the tables of
 /// this schema, whatever that of their caller is: a shop may have tables of the same names. `pg_temp` is last, so that no
-/// temporary table takes the place of one of ours. The lock is there because Postgres refuses one of two sessions that
+/// temporary table takes the place of one of ours. A database for tests has its own clock before that of Postgres. The lock is there because Postgres refuses one of two sessions that
 /// replace a function at once. Rights that were granted on a function stay.
 const FUNCTIONS: &str = concat!(
     "SELECT pg_advisory_xact_lock(hashtextextended('order-timeout setup ' || current_schema(), 0));",
-    "SELECT set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true);",
+    "SELECT set_config('search_path', concat_ws(', ', quote_ident(current_schema()),
+         CASE WHEN to_regnamespace('order_timeout_clock') IS NOT NULL THEN 'order_timeout_clock, pg_catalog' END, 'pg_temp'),
+         true);",
     include_str!("../../sql/functions/effective_status.sql"),
     include_str!("../../sql/functions/order_keys.sql"),
     include_str!("../../sql/functions/default_orders.sql"),

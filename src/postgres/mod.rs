@@ -1,6 +1,6 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
-//! clock, `lease.rs` lends connections, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the
+//! clock, which `test_clock.rs` makes one that can be moved, `lease.rs` lends connections, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the
 //! statements of an orders table, `catalog.rs` and `survey.rs` describe a table of the shop's, `grants.rs` the rights that a
 //! mapping lacks, `lock_holders.rs` what keeps a row, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
 //! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours, `operator.rs` names who asked for a change, `selection.rs`
@@ -28,6 +28,7 @@ pub mod selection;
 mod session;
 pub mod shop_settings;
 pub mod survey;
+pub mod test_clock;
 pub mod warm_connections;
 
 use std::fmt;
@@ -196,7 +197,7 @@ impl Database {
         let end = sqlx::query(
             "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
              WHERE application_name = $1 AND datname = current_database() AND usename = session_user
-               AND wait_event = 'SyncRep' AND clock_timestamp() - query_start > make_interval(secs => $2)",
+               AND wait_event = 'SyncRep' AND pg_catalog.clock_timestamp() - query_start > make_interval(secs => $2)",
         );
         let end = end.bind(APPLICATION_NAME).bind(self.timeout.as_secs_f64()).execute(&mut connection);
         match tokio::time::timeout(DIAGNOSIS_TIMEOUT, end).await {
@@ -221,6 +222,12 @@ impl Database {
     /// The time zone in which statements run, and where it was found.
     pub(crate) fn time_zone(&self) -> &TimeZone {
         self.target.session.time_zone()
+    }
+
+    /// Whether it was made for tests: its clock can be moved.
+    #[must_use]
+    pub fn is_for_tests(&self) -> bool {
+        self.target.session.is_for_tests()
     }
 
     /// Whether the time zone is a guess, because the role may not read the server's configuration.

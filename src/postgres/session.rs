@@ -8,8 +8,13 @@ use std::time::Duration;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Row};
 
+use super::test_clock;
+
 /// The parameter that defines how a `timestamp` without a zone is read.
 const TIME_ZONE: &str = "timezone";
+
+/// The parameter that says in which schemas a name is looked up.
+const SEARCH_PATH: &str = "search_path";
 
 /// How often the sessions of two connections are compared. A pooler in transaction mode usually gives both the same
 /// session the first time; other clients of the pooler can hide that.
@@ -30,6 +35,8 @@ pub(crate) struct Session {
     /// Name and value, in the order in which they are set.
     parameters: Vec<(String, String)>,
     time_zone: TimeZone,
+    /// Whether the database's clock can be moved.
+    is_for_tests: bool,
 }
 
 /// The time zone of the sessions, and where it was found.
@@ -65,12 +72,20 @@ impl Session {
             (name, _) => TimeZone { name: name.to_owned(), origin: "database.time_zone" },
         };
         parameters.push((TIME_ZONE.to_owned(), time_zone.name.clone()));
+        let path = parameters.iter().rfind(|(name, _)| name == SEARCH_PATH).map(|(_, path)| path.clone());
+        let path = test_clock::search_path(connection, path).await?;
+        let is_for_tests = path.is_some();
+        parameters.extend(path.map(|path| (SEARCH_PATH.to_owned(), path)));
         parameters.extend(ours.into_iter().map(|(name, value)| (name.to_owned(), value)));
-        Ok(Self { parameters: last_of_each(parameters), time_zone })
+        Ok(Self { parameters: last_of_each(parameters), time_zone, is_for_tests })
     }
 
     pub const fn time_zone(&self) -> &TimeZone {
         &self.time_zone
+    }
+
+    pub const fn is_for_tests(&self) -> bool {
+        self.is_for_tests
     }
 
     /// Sets the parameters, and reads them back in a separate transaction.
@@ -165,7 +180,7 @@ fn refused(why: &str) -> sqlx::Error {
 }
 
 /// Runs a statement as a simple query, which needs no prepared statement.
-async fn one_row(connection: &mut PgConnection, sql: String) -> Result<PgRow, sqlx::Error> {
+pub(super) async fn one_row(connection: &mut PgConnection, sql: String) -> Result<PgRow, sqlx::Error> {
     sqlx::raw_sql(AssertSqlSafe(sql)).fetch_one(connection).await
 }
 

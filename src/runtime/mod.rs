@@ -135,6 +135,9 @@ impl Worker {
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
         let database = Database::connect(&settings.database, settings.connections_besides_closers()).await?;
         postgres::require_migrated(&database).await?;
+        if database.is_for_tests() {
+            warn!("this database was made for tests: `order-timeout testing advance` moves its clock");
+        }
         shop_settings::write(&database, &settings).await?;
         for kind in &served {
             orders_statements::require_readable_files(&settings, kind).await?;

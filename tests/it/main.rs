@@ -66,6 +66,7 @@ mod slot_without_leader;
 mod status;
 mod supply_chain;
 mod sweep;
+mod test_clock;
 mod tidy;
 mod time_zones;
 mod tls;

@@ -63,7 +63,7 @@
 //! * `amqp` (default): [`Publisher`].
 //! * `postgres`: the module [`postgres`], for sqlx 0.9. Without default features, no AMQP library is compiled.
 //! * `chrono`: `chrono::DateTime` as a deadline, beside [`std::time::SystemTime`] and `time::OffsetDateTime`.
-//! * `testing`: the module [`testing`], an in-memory publisher for a shop's own tests.
+//! * `testing`: the module [`testing`] for a shop's own tests: an in-memory publisher, and with `postgres` a clock that moves.
 
 #![cfg_attr(
     not(all(feature = "amqp", feature = "postgres", feature = "testing")),

@@ -1,4 +1,5 @@
-//! An in-memory publisher for a shop's own tests. Opens no connection and waits for nothing.
+//! For a shop's own tests: an in-memory publisher, which opens no connection and waits for nothing; and `advance`, with which a
+//! test need not wait for a deadline.
 //!
 //! ```
 //! use std::time::{Duration, SystemTime};
@@ -19,6 +20,8 @@
 //! ```
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+#[cfg(feature = "postgres")]
+use std::time::Duration;
 
 use order_timeout_amqp::publisher::PublishError;
 use order_timeout_core::kind::Kind;
@@ -26,6 +29,8 @@ use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 
 use crate::Publisher;
+#[cfg(feature = "postgres")]
+use crate::postgres::Timestamptz;
 
 /// A publisher that only records, and its records. It refuses ids and deadlines as a real one with default settings
 /// does.
@@ -86,4 +91,44 @@ impl Scheduled {
     fn records(&self) -> MutexGuard<'_, Records> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Why the clock is not known to have moved; the cause is in `source()`.
+#[cfg(feature = "postgres")]
+#[derive(Debug, thiserror::Error)]
+#[error("the clock is not moved{}", hint(.0))]
+pub struct AdvanceError(#[from] sqlx::Error);
+
+#[cfg(feature = "postgres")]
+fn hint(error: &sqlx::Error) -> &'static str {
+    match error.as_database_error().and_then(|refusal| refusal.code()).as_deref() {
+        // invalid_schema_name
+        Some("3F000") => {
+            ", because this database was not made for tests; create one with `order-timeout setup --for-tests`"
+        }
+        _ => "",
+    }
+}
+
+/// Moves the clock of a database that `order-timeout setup --for-tests` has made, and returns what it says then. Takes effect at
+/// once, also within a transaction: a running worker closes what fell due meanwhile.
+///
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool) -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::Duration;
+///
+/// // … the shop creates an order that is to be paid within 30 minutes …
+/// order_timeout_client::testing::advance(&pool, Duration::from_secs(30 * 60)).await?;
+/// // … and soon the order is closed …
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`AdvanceError`], on any other database.
+#[cfg(feature = "postgres")]
+pub async fn advance(executor: impl sqlx::PgExecutor<'_>, step: Duration) -> Result<Timestamp, AdvanceError> {
+    let advance = "SELECT order_timeout_clock.advance(make_interval(secs => $1))";
+    let Timestamptz(now) = sqlx::query_scalar(advance).bind(step.as_secs_f64()).fetch_one(executor).await?;
+    Ok(now)
 }

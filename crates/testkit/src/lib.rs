@@ -89,6 +89,7 @@ impl TestBroker {
 pub struct EnvBuilder {
     settings: Settings,
     has_broker: bool,
+    has_clock: bool,
 }
 
 impl EnvBuilder {
@@ -107,6 +108,13 @@ impl EnvBuilder {
         self
     }
 
+    /// With a clock that [`TestEnv::advance`] moves.
+    #[must_use]
+    pub fn with_clock(mut self) -> Self {
+        self.has_clock = true;
+        self
+    }
+
     /// Creates the environment, runs the test on it, and removes it, even if the test panics.
     pub fn run<T, F>(self, test: T)
     where
@@ -122,8 +130,8 @@ impl EnvBuilder {
         T: FnOnce(Arc<TestEnv>) -> F,
         F: Future<Output = ()> + Send + 'static,
     {
-        let Self { settings, has_broker } = self;
-        let template = Template::acquire(&settings).await;
+        let Self { settings, has_broker, has_clock } = self;
+        let template = Template::acquire(&settings, has_clock).await;
         let env = match AssertUnwindSafe(TestEnv::build(settings.clone(), has_broker, &template)).catch_unwind().await {
             Ok(env) => Arc::new(env),
             Err(panic) => {
@@ -304,7 +312,7 @@ async fn clean_up(settings: Settings, has_broker: bool) {
 impl TestEnv {
     /// An environment of a test's own, with [`small_settings`].
     pub fn builder() -> EnvBuilder {
-        EnvBuilder { settings: small_settings(), has_broker: true }
+        EnvBuilder { settings: small_settings(), has_broker: true, has_clock: false }
     }
 
     async fn build(settings: Settings, has_broker: bool, template: &Template) -> Self {
@@ -379,6 +387,11 @@ impl TestEnv {
         let mut settings = self.settings.clone();
         settings.amqp.url = unreachable(&settings.amqp.url);
         RunningWorker::start(settings).await
+    }
+
+    /// Moves the clock of an environment that was built with one.
+    pub async fn advance(&self, step: Duration) {
+        order_timeout_client::testing::advance(&self.pool, step).await.unwrap();
     }
 
     /// Creates an article with this stock.

@@ -18,22 +18,22 @@ use crate::config::kinds::OrdersOf;
 use crate::postgres::Database;
 
 /// Registers this worker and deletes those that are long gone. `$1` id, `$2` host, `$3` pid, `$4` version, `$5` namespace,
-/// `$6` delays, `$7` kinds, `$8` problems.
+/// `$6` delays, `$7` kinds, `$8` problems. Whether a worker lives is a matter of Postgres' own clock, which no test moves.
 const REGISTER: &str = "
 WITH gone AS (
     DELETE FROM order_timeout_workers WHERE id IN (
         SELECT id FROM order_timeout_workers
-        WHERE last_seen < clock_timestamp() - interval '1 minute' AND id <> $1 FOR UPDATE SKIP LOCKED)
+        WHERE last_seen < pg_catalog.clock_timestamp() - interval '1 minute' AND id <> $1 FOR UPDATE SKIP LOCKED)
 )
 INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds, problems)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
-ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7, problems = $8";
+ON CONFLICT (id) DO UPDATE SET last_seen = pg_catalog.clock_timestamp(), kinds = $7, problems = $8";
 
 /// The live ones. `$1` is the id of this one. A worker that has not been seen for ten seconds, three of its heartbeats, has
 /// ended.
 const OTHERS: &str = "
 SELECT to_jsonb(w) FROM order_timeout_workers AS w
-WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
+WHERE id <> $1 AND last_seen > pg_catalog.clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
 /// What only a running worker can find.
 pub const FOUND_BY_WORKERS: [Cause; 6] = [

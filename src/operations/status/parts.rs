@@ -124,7 +124,7 @@ pub(super) async fn parked_by_reason(database: &Database, now: Timestamp) -> Res
 pub(in crate::operations) async fn workers(database: &Database) -> Result<Vec<RegisteredWorker>, String> {
     let select = sqlx::query(
         "SELECT host, pid, version, namespace, kinds, started_at,
-                greatest(extract(epoch FROM clock_timestamp() - last_seen), 0)::float8 AS last_seen_s
+                greatest(extract(epoch FROM pg_catalog.clock_timestamp() - last_seen), 0)::float8 AS last_seen_s
          FROM order_timeout_workers ORDER BY started_at, id",
     );
     let rows = database.run(async |connection| select.fetch_all(connection).await).await;
