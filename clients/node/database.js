@@ -35,7 +35,7 @@ function said(error) {
 }
 
 /** Runs one statement; `failed` is what has not happened if it fails, and `fixes` how an SQLSTATE is fixed. */
-async function run(db, text, values, failed, fixes) {
+export async function run(db, text, values, failed, fixes) {
   if (typeof db !== "function" && (typeof db?.query !== "function" || db.totalCount !== undefined)) {
     // A pool would run the statement in another transaction than the caller's.
     throw new TypeError(

@@ -59,7 +59,7 @@ impl Drop for Listener {
 }
 
 /// A folder for a library, kept between runs.
-fn folder(name: &str) -> PathBuf {
+pub fn folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&folder).unwrap();
     folder
@@ -69,7 +69,7 @@ fn folder(name: &str) -> PathBuf {
 ///
 /// # Errors
 /// The command, and the last line that it printed.
-fn install(folder: &Path, program: &str, arguments: &[&str]) -> Result<(), String> {
+pub fn install(folder: &Path, program: &str, arguments: &[&str]) -> Result<(), String> {
     let mut command = Command::new("timeout");
     let output = command.args([INSTALL_TIMEOUT, program]).args(arguments).current_dir(folder).output().unwrap();
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -83,8 +83,8 @@ fn install(folder: &Path, program: &str, arguments: &[&str]) -> Result<(), Strin
 /// # Errors
 /// One sentence if it cannot be had on this machine.
 pub fn python() -> Result<Command, String> {
-    const IMPORTS: &str = "import asyncpg, pika, psycopg, sqlalchemy.ext.asyncio";
-    const PACKAGES: [&str; 4] = ["asyncpg", "pika", "psycopg[binary]", "sqlalchemy[asyncio]"];
+    const IMPORTS: &str = "import asyncpg, pika, psycopg, pytest, sqlalchemy.ext.asyncio";
+    const PACKAGES: [&str; 5] = ["asyncpg", "pika", "psycopg[binary]", "pytest", "sqlalchemy[asyncio]"];
     static PYTHON: LazyLock<Result<PathBuf, String>> = LazyLock::new(|| {
         let folder = folder("python");
         let python = folder.join("bin/python");

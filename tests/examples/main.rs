@@ -6,6 +6,7 @@
 mod listeners;
 mod packages;
 mod payments;
+mod testing;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
