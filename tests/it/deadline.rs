@@ -10,7 +10,6 @@ use order_timeout_testkit::away::{shorten_timeouts, with_database_behind};
 use order_timeout_testkit::process::{call_with, order_timeout, run};
 use order_timeout_testkit::proxy::{Proxy, Then};
 use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
-use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 
 /// Moves the order's deadline and returns the outcome.
@@ -132,16 +131,9 @@ fn deadline_kept_by_trigger_is_reported() {
 
 #[test]
 fn command_counts_from_database_time() {
-    TestEnv::builder().without_broker().run(async |env| {
+    TestEnv::builder().without_broker().with_clock().run(async |env| {
         let order = env.order(Duration::from_secs(7_200)).await;
-        // A database with a clock that is an hour ahead of all others.
-        let name = env.settings.database.url.expose_secret().rsplit('/').next().unwrap();
-        let ahead = format!(
-            "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
-                 AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
-                 ALTER DATABASE {name} SET search_path = public, pg_catalog;"
-        );
-        sqlx::raw_sql(sqlx::AssertSqlSafe(ahead)).execute(&env.pool).await.unwrap();
+        env.advance(Duration::from_secs(3_600)).await;
         let id = order.id.to_string();
         let half_an_hour_ahead = write_rfc3339(Timestamp::now_by_local_clock() + Duration::from_secs(1_800));
         let deadline = |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", &id]).args(when));

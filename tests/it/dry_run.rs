@@ -99,10 +99,9 @@ fn held_closing_is_reported_as_held() {
 
 #[test]
 fn refused_backlog_is_not_listed() {
-    TestEnv::builder().settings(|settings| settings.sweep.first_backlog = 2).run(async |env| {
+    TestEnv::builder().settings(|settings| settings.sweep.first_backlog = 2).with_clock().run(async |env| {
         let orders = env.orders(3, Duration::ZERO).await;
-        let older = "UPDATE orders SET expires_at = clock_timestamp() - interval '2 minutes'";
-        sqlx::query(older).execute(&env.pool).await.unwrap();
+        env.advance(Duration::from_secs(120)).await;
         let mut dry_run = DryRun::prepare(env.settings.clone()).await.unwrap();
         let findings = dry_run.look().await.unwrap();
         let why = findings.holds[0].1.as_deref().unwrap();

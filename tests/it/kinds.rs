@@ -312,7 +312,7 @@ fn command_line_works_by_kind() {
         let file = repository().join("tests/fixtures/kinds/acceptance.toml");
         settings.kinds = Settings::load(Some(&file), &[]).expect("a valid kind").kinds;
     };
-    TestEnv::builder().settings(from_file).run(async |env| {
+    TestEnv::builder().settings(from_file).with_clock().run(async |env| {
         create_table(&env, "acceptance").await;
         let run = async |arguments: &[&str]| {
             let (code, stdout, stderr) = call_with(&env.settings, arguments).await;
@@ -336,10 +336,8 @@ fn command_line_works_by_kind() {
         run(&["schedule", &id, "--kind", "acceptance"]).await;
         let unknown = call_with(&env.settings, &["schedule", &id, "--kind", "acceptanse", "--in", "20m"]).await;
         assert!(unknown.0 == 2 && unknown.2.contains("there is no kind \"acceptanse\""), "{unknown:?}");
-        wait_for("the close by hand", async || {
-            call_with(&env.settings, &["close", &id, "--kind", "acceptance"]).await.1.contains(": closed")
-        })
-        .await;
+        env.advance(10 * SECOND).await;
+        assert!(run(&["close", &id, "--kind", "acceptance"]).await.contains(": closed"));
         assert_eq!(closed(&env, "acceptance").await, 1);
         let checked = call_with(&env.settings, &["adopt", "--kind", "acceptance", "--check"]).await;
         assert!(checked.1.contains("kinds.acceptance.table"), "{checked:?}");

@@ -14,6 +14,7 @@ use serde_json::Value;
 use sqlx::postgres::PgListener;
 
 const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3_600);
 
 /// As in a configuration that names no broker.
 pub fn without_broker(settings: &Settings) -> Settings {
@@ -47,16 +48,18 @@ fn database_strategy_closes_on_time() {
 
 #[test]
 fn moved_deadline_counts_without_broker() {
-    TestEnv::builder().without_broker().run(async |env| {
+    TestEnv::builder().without_broker().with_clock().run(async |env| {
         let worker = RunningWorker::start(without_broker(&env.settings)).await;
-        let [later, earlier] = [env.order(SECOND).await, env.order(3_600 * SECOND).await];
+        let [later, earlier] = [env.order(HOUR).await, env.order(24 * HOUR).await];
         let now = Timestamp::now_by_local_clock();
-        for (order, deadline) in [(&later, now + 4 * SECOND), (&earlier, now + 2 * SECOND)] {
+        for (order, deadline) in [(&later, now + 4 * HOUR), (&earlier, now + 2 * HOUR)] {
             let moved = postgres::move_deadline(&env.pool, order.id.to_string(), deadline).await.unwrap();
             assert!(matches!(moved, Moved::Later | Moved::Earlier), "{moved:?}");
         }
+        env.advance(2 * HOUR).await;
         wait_for("the earlier one", async || env.status(&earlier).await == "closed").await;
         assert_eq!(env.status(&later).await, "unpaid");
+        env.advance(2 * HOUR).await;
         wait_for("the later one", async || env.status(&later).await == "closed").await;
         env.assert_ledger().await;
         worker.stop().await;
@@ -110,12 +113,13 @@ fn broker_later_publishes_pending_alarms() {
 
 #[test]
 fn workers_share_orders_without_broker() {
-    TestEnv::builder().without_broker().run(async |env| {
+    TestEnv::builder().without_broker().with_clock().run(async |env| {
         let settings = without_broker(&env.settings);
         let workers = [RunningWorker::start(settings.clone()).await, RunningWorker::start(settings).await];
         let registered = "SELECT count(*) FROM order_timeout_workers";
         wait_for("both workers registered", async || env.count(registered).await == 2).await;
-        env.orders(200, 8 * SECOND).await;
+        env.orders(200, HOUR).await;
+        env.advance(HOUR).await;
         wait_for("the closes", async || env.closed().await == 200).await;
         env.assert_ledger().await;
         for worker in workers {

@@ -103,15 +103,8 @@ async fn scheduled_ahead(settings: &Settings) -> Duration {
 
 #[test]
 fn scheduling_uses_database_clock() {
-    TestEnv::builder().run(async |env| {
-        // The database's clock is an hour ahead.
-        let ahead = format!(
-            "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
-                 AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
-                 ALTER DATABASE order_timeout_{} SET search_path = public, pg_catalog",
-            env.settings.namespace
-        );
-        execute(&env, &ahead).await;
+    TestEnv::builder().with_clock().run(async |env| {
+        env.advance(Duration::from_secs(3_600)).await;
         let ahead = scheduled_ahead(&env.settings).await;
         assert!(ahead > Duration::from_secs(3_600) && ahead <= Duration::from_secs(4_200), "{ahead:?}");
 

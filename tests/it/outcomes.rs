@@ -134,13 +134,14 @@ fn constraints_reject_early_and_second_close() {
 
 #[test]
 fn early_alarm_is_held_until_deadline() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().with_clock().run(async |env| {
         let worker = env.worker().await;
         let order = env.order(3 * SECOND).await;
         env.deliver([&order]).await;
         wait_until_received(&env).await;
         assert_eq!(env.status(&order).await, "unpaid");
         assert_eq!(wheel_depth(&env, "1s").await, 0, "held, not armed");
+        env.advance(3 * SECOND).await;
         wait_until_closed(&env, &order).await;
         worker.stop().await;
         env.assert_drained().await;
@@ -209,12 +210,13 @@ fn duplicate_alarms_of_waiting_order_are_dropped() {
 
 #[test]
 fn duplicate_alarms_do_not_close_twice() {
-    TestEnv::builder().run(async |env| {
+    TestEnv::builder().with_clock().run(async |env| {
         let worker = env.worker().await;
         let orders = env.orders(20, 2 * SECOND).await;
         for _ in 0..3 {
             env.deliver(&orders).await;
         }
+        env.advance(2 * SECOND).await;
         wait_for("all closed", async || env.closed().await == 20).await;
         worker.stop().await;
         env.assert_drained().await;

@@ -93,18 +93,13 @@ async fn stop_and_kill(env: &TestEnv, order: &Order, service: &PaymentService, k
     assert_eq!(seen(env, order, service).await, (status.to_owned(), asked, cancelled));
 }
 
-/// As if the lease of the killed worker were over; that it ends is tested in `closing.rs` and `providers.rs`.
-async fn end_leases(env: &TestEnv) {
-    sqlx::raw_sql("UPDATE close_attempts SET next_attempt_at = now()").execute(&env.pool).await.unwrap();
-}
-
 fn killed_at(kill: Kill) {
     let service = PaymentService::start();
     let settings = |settings: &mut Settings| {
         adjust(settings);
         service.join(settings, "card", limits());
     };
-    TestEnv::builder().settings(settings).run(async move |env| {
+    TestEnv::builder().settings(settings).with_clock().run(async move |env| {
         let order = env.order(Duration::ZERO).await;
         let reference = order.id.to_string();
         begin_attempts(&env, &[order], "card").await;
@@ -112,7 +107,8 @@ fn killed_at(kill: Kill) {
         env.deliver([&order]).await;
         let mut events = consume_events(&env).await;
         stop_and_kill(&env, &order, &service, &kill).await;
-        end_leases(&env).await;
+        // The lease of the killed worker is over.
+        env.advance(Duration::from_secs(600)).await;
         let worker = WorkerProcess::start(&env.settings);
         let end = match kill.is_paid {
             false => "closed | 1000000/0 | closed | order.closed.v1 | closed | 0 left",

@@ -187,6 +187,7 @@ fn stopped_worker_waits_for_no_provider() {
 fn killed_worker_leaves_orders_to_next() {
     let service = PaymentService::start();
     TestEnv::builder()
+        .with_clock()
         .settings(|settings| {
             adjust(settings);
             let (timeout, queue_timeout) = (Duration::from_millis(100), Duration::from_millis(100));
@@ -206,12 +207,13 @@ fn killed_worker_leaves_orders_to_next() {
             sqlx::raw_sql(claim).execute(&env.pool).await.unwrap();
             sqlx::raw_sql(
                 "INSERT INTO close_attempts (order_id, claimed_by, queue, lease, next_attempt_at)
-                 SELECT id::text, 'alarm', 'card', 1, now() + interval '2 s' FROM orders WHERE status = 'closing'",
+                 SELECT id::text, 'alarm', 'card', 1, now() + interval '1 hour' FROM orders WHERE status = 'closing'",
             )
             .execute(&env.pool)
             .await
             .unwrap();
             let worker = env.worker().await;
+            env.advance(Duration::from_secs(3_600)).await;
             wait_for("the rest", async || env.count(UNFINISHED).await == 0).await;
             worker.stop().await;
             assert_eq!((in_state(&env, "paid").await, in_state(&env, "closed").await), (10, 15));

@@ -11,6 +11,7 @@ use order_timeout_core::kind::Kind;
 use order_timeout_testkit::page::with_page;
 use order_timeout_testkit::{TestEnv, wait_for};
 
+const MINUTE: Duration = Duration::from_secs(60);
 const FIVE_MINUTES: Duration = Duration::from_secs(300);
 
 async fn execute(env: &TestEnv, sql: &str) {
@@ -22,18 +23,6 @@ async fn reminders(env: &TestEnv) -> Reminders {
     let overdue = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap().overdue;
     let sweeper = Sweeper::prepare(database.clone(), overdue).await.unwrap();
     Reminders::new(database, sweeper.statement(), "order", vec![FIVE_MINUTES])
-}
-
-/// Moves the time on, as far as reminders are concerned: all that has been read, and all deadlines, are earlier.
-async fn let_pass(env: &TestEnv, seconds: u32) {
-    execute(
-        env,
-        &format!(
-            "UPDATE reminder_progress SET reached = reached - interval '{seconds} s';
-             UPDATE orders SET expires_at = expires_at - interval '{seconds} s' WHERE status <> 'closed'"
-        ),
-    )
-    .await;
 }
 
 async fn announced(env: &TestEnv) -> Vec<(String, String)> {
@@ -55,14 +44,14 @@ async fn order(env: &TestEnv, minutes: u32) -> String {
 
 #[test]
 fn each_deadline_is_announced_once() {
-    TestEnv::builder().without_broker().run(async |env| {
+    TestEnv::builder().without_broker().with_clock().run(async |env| {
         let created_late = order(&env, 3).await;
         let reminders = reminders(&env).await;
         assert_eq!(reminders.announce().await.unwrap(), (0, false), "{created_late}: its moment had passed");
         let [kept, paid] = [order(&env, 10).await, order(&env, 10).await];
         execute(&env, &format!("UPDATE orders SET status = 'paid', paid_at = now() WHERE id = '{paid}'")).await;
         assert_eq!(reminders.announce().await.unwrap(), (0, false));
-        let_pass(&env, 301).await;
+        env.advance(Duration::from_secs(301)).await;
         assert_eq!(reminders.announce().await.unwrap(), (1, false));
         assert_eq!(reminders.announce().await.unwrap(), (0, false));
         assert_eq!(announced(&env).await, [(kept.clone(), "300".to_owned())]);
@@ -72,7 +61,7 @@ fn each_deadline_is_announced_once() {
         assert_eq!(reminders.announce().await.unwrap(), (0, false));
         // Another deadline is announced again.
         execute(&env, &format!("UPDATE orders SET expires_at = now() + interval '301 s' WHERE id = '{kept}'")).await;
-        let_pass(&env, 2).await;
+        env.advance(Duration::from_secs(2)).await;
         assert_eq!(reminders.announce().await.unwrap(), (1, false));
         assert_eq!(announced(&env).await.len(), 2);
     });
@@ -80,7 +69,7 @@ fn each_deadline_is_announced_once() {
 
 #[test]
 fn workers_announce_each_order_once() {
-    TestEnv::builder().without_broker().run(async |env| {
+    TestEnv::builder().without_broker().with_clock().run(async |env| {
         let workers = [reminders(&env).await, reminders(&env).await, reminders(&env).await];
         workers[0].announce().await.unwrap();
         execute(
@@ -88,7 +77,7 @@ fn workers_announce_each_order_once() {
             "INSERT INTO orders (id, expires_at) SELECT gen_random_uuid(), now() + interval '6 min' + n * interval '1 ms' FROM generate_series(1, 5000) n",
         )
         .await;
-        let_pass(&env, 120).await;
+        env.advance(Duration::from_secs(120)).await;
         let empty = async |reminders: &Reminders| {
             while reminders.announce().await.unwrap().1 {}
         };
@@ -145,12 +134,12 @@ fn progress_never_goes_back() {
 
 #[test]
 fn passed_deadlines_are_not_announced() {
-    TestEnv::builder().without_broker().run(async |env| {
+    TestEnv::builder().without_broker().with_clock().run(async |env| {
         let reminders = reminders(&env).await;
         reminders.announce().await.unwrap();
         let (soon, later) = (order(&env, 6).await, order(&env, 12).await);
         // No worker ran meanwhile.
-        let_pass(&env, 480).await;
+        env.advance(Duration::from_secs(480)).await;
         assert_eq!(reminders.announce().await.unwrap(), (1, false), "{soon} is being closed");
         assert_eq!(announced(&env).await, [(later, "300".to_owned())]);
     });
@@ -161,24 +150,21 @@ fn worker_announces_what_its_kind_says() {
     TestEnv::builder()
         .settings(|settings| {
             let kind = settings.kinds.entry(Kind::ORDER).or_default();
-            kind.remind = vec![Remind(Duration::from_secs(3)), Remind(Duration::from_secs(60))];
-            // The order has no alarm.
-            settings.sweep.every = Duration::from_millis(200);
-            settings.sweep.grace = Duration::ZERO;
+            kind.remind = vec![Remind(10 * MINUTE), Remind(60 * MINUTE)];
         })
+        .with_clock()
         .run(async |env| {
             let worker = env.worker().await;
             wait_for("the reminders to begin", async || env.count("SELECT count(*) FROM reminder_progress").await == 2)
                 .await;
             // It is past the moment of one reminder already.
-            let id: String = sqlx::query_scalar(
-                "INSERT INTO orders (id, expires_at) VALUES (gen_random_uuid(), now() + interval '6 s') RETURNING id::text",
-            )
-            .fetch_one(&env.pool)
-            .await
-            .unwrap();
+            let id = order(&env, 30).await;
+            env.advance(25 * MINUTE).await;
+            let expected = [(id, "600".to_owned())];
+            wait_for("the reminder", async || announced(&env).await == expected).await;
+            env.advance(5 * MINUTE).await;
             wait_for("the close", async || env.closed().await == 1).await;
-            assert_eq!(announced(&env).await, [(id, "3".to_owned())]);
+            assert_eq!(announced(&env).await, expected);
             worker.stop().await;
         });
 }

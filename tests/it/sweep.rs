@@ -43,10 +43,10 @@ fn sweep_skips_grace_during_broker_outage() {
 
 #[test]
 fn overdue_order_extended_is_not_closed() {
-    TestEnv::builder().settings(usual_grace).run(async |env| {
+    TestEnv::builder().settings(usual_grace).with_clock().run(async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut extending = env.pool.begin().await.unwrap();
-        sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '5 seconds' WHERE id = $1")
+        sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '1 hour' WHERE id = $1")
             .bind(order.id)
             .execute(&mut *extending)
             .await
@@ -59,6 +59,7 @@ fn overdue_order_extended_is_not_closed() {
         env.order(Duration::ZERO).await;
         wait_for("a further pass", async || env.closed().await == 2).await;
         assert_eq!(env.status(&order).await, "unpaid", "it has been given more time");
+        env.advance(Duration::from_secs(3_600)).await;
         wait_for("the close", async || env.closed().await == 3).await;
         env.assert_ledger().await;
         worker.stop().await;
