@@ -1,4 +1,5 @@
--- What the functions of payments do with an order of the default tables: like those that are rendered for a mapped table.
+-- What the functions of payments do with an order of the default tables: like those that are rendered for a mapped table, which
+-- the default tables have as well where they are not here (src/mapping/render/functions.rs).
 
 -- Its id as the table prints it, from any spelling; NULL for a text that is no id.
 CREATE OR REPLACE FUNCTION default_id(order_id text) RETURNS text LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
@@ -57,29 +58,7 @@ BEGIN
     RETURN true;
 END $$;
 
--- What paid orders have reserved is consumed: stock and then resources, each in the order of its key, as the close locks
--- them, so that no two sessions can deadlock.
-CREATE OR REPLACE FUNCTION default_consume(order_ids text[]) RETURNS void LANGUAGE plpgsql
-SET search_path FROM CURRENT AS $$
-BEGIN
-    UPDATE stock s SET reserved = s.reserved - r.quantity
-    FROM (SELECT k.article_id, i.quantity
-          FROM (SELECT t.article_id, sum(t.quantity)::bigint AS quantity FROM order_items t
-                WHERE t.order_id = ANY (order_ids::uuid[]) GROUP BY t.article_id) i
-          JOIN stock k ON k.article_id = i.article_id
-          ORDER BY k.article_id FOR NO KEY UPDATE OF k) r
-    WHERE s.article_id = r.article_id;
-    UPDATE reserved_resources s SET reserved = s.reserved - r.quantity
-    FROM (SELECT k.kind, k.id, i.quantity
-          FROM (SELECT t.kind, t.resource_id, sum(t.quantity)::bigint AS quantity FROM order_resources t
-                WHERE t.order_id = ANY (order_ids::uuid[]) GROUP BY t.kind, t.resource_id) i
-          JOIN reserved_resources k ON k.kind = i.kind AND k.id = i.resource_id
-          ORDER BY k.kind, k.id FOR NO KEY UPDATE OF k) r
-    WHERE s.kind = r.kind AND s.id = r.id;
-END $$;
-
 REVOKE ALL ON FUNCTION
     default_order(text, boolean),
-    default_count(text, bigint, boolean, text, text, text),
-    default_consume(text[])
+    default_count(text, bigint, boolean, text, text, text)
 FROM PUBLIC;

@@ -1,4 +1,4 @@
--- How an order of any kind is named, locked, paid, consumed and moved: by the functions of its kind.
+-- How an order of any kind is named, locked, paid, consumed, moved and reopened: by the functions of its kind.
 
 -- The key in the default table `orders`, from any spelling of a UUID that Postgres reads, and with the prefix of RFC 9562;
 -- NULL for a text that is none, so that money for such an order is recorded all the same.
@@ -7,8 +7,9 @@ CREATE OR REPLACE FUNCTION default_order_key(order_id text) RETURNS uuid LANGUAG
     FROM regexp_replace(lower(btrim(order_id, E' \t\r\n')), '^urn:uuid:', '') AS k (id)
 $$;
 
--- The function of a kind that does this: `id`, `order`, `close`, `move`, `count` or `consume`. Those of a mapped table are rendered from its
--- mapping (`order-timeout adopt --install`); the kind `order` has those of the default tables until there are others.
+-- The function of a kind that does this: `id`, `order`, `close`, `move`, `count`, `consume` or `reopen`. Those of a mapped table
+-- are rendered from its mapping (`order-timeout adopt --install`); the kind `order` has those of the default tables until there
+-- are others.
 CREATE OR REPLACE FUNCTION function_of_kind(kind text, what text) RETURNS text LANGUAGE plpgsql STABLE
 SET search_path FROM CURRENT AS $$
 DECLARE
@@ -42,7 +43,7 @@ END $$;
 CREATE OR REPLACE FUNCTION locked_order(
     kind text, order_id text, waits boolean,
     OUT state text, OUT deadline timestamptz, OUT amount_minor bigint, OUT currency text
-) LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+) LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN
     EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'order'))
     INTO state, deadline, amount_minor, currency USING order_id, waits;
@@ -82,6 +83,15 @@ CREATE OR REPLACE FUNCTION consume_for_orders(kind text, order_ids text[]) RETUR
 SET search_path FROM CURRENT AS $$
 BEGIN
     EXECUTE format('SELECT %I($1)', function_of_kind(kind, 'consume')) USING order_ids;
+END $$;
+
+-- Pays a closed order that is locked with money that came late: takes again what its close gave back, and consumes it. Or returns
+-- the stock of which too little is left, and has changed nothing. Not for callbacks.
+CREATE OR REPLACE FUNCTION reopen_order(kind text, order_id text, counted bigint)
+RETURNS TABLE (stock text, key text, wanted text, available text) LANGUAGE plpgsql SECURITY DEFINER
+SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN QUERY EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'reopen')) USING order_id, counted;
 END $$;
 
 -- Attempts are found by the order's id as its table prints it, by the provider's name in the settings, and by a currency in
@@ -132,5 +142,6 @@ REVOKE ALL ON FUNCTION
     locked_order(text, text, boolean),
     lock_free_order(text, text),
     count_for_order(text, text, bigint, boolean, text, text, text),
-    consume_for_orders(text, text[])
+    consume_for_orders(text, text[]),
+    reopen_order(text, text, bigint)
 FROM PUBLIC;

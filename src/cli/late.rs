@@ -2,12 +2,11 @@
 
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use order_timeout_core::kind::Kind;
 use serde_json::json;
 use uuid::Uuid;
 
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, ListOptions, UsageError, connect};
+use crate::cli::{CommandOutcome, ListOptions, connect};
 use crate::config::Settings;
 use crate::operations::late_payments::{self, LatePayment, Refunded, ReopenError};
 use crate::postgres::{Database, Operator};
@@ -81,20 +80,13 @@ struct How {
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if something could not be settled.
 pub async fn run(command: LateCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if let LateCommand::Settle(SettleArgs { how: How { reopen: true, .. }, .. }) = &command
-        && !settings.has_built_in_table(&Kind::ORDER)
-    {
-        return Err(UsageError::of(
-            "only orders of the default table can be reopened, and the settings name another: what your order needs to be open again is not known here; settle the payment with --refund-due, or reopen the order yourself",
-        ));
-    }
     let database = connect(&settings, 1).await?;
     match command {
         LateCommand::List(args) => list_late(&database, &args).await,
         LateCommand::Settle(args) => {
             let operator = args.operator.operator(Uuid::now_v7());
             match args.how.reopen {
-                true => reopen_orders(&database, &args, &operator).await,
+                true => reopen_orders(&database, &settings, &args, &operator).await,
                 false => settle(&database, &args, &operator).await,
             }
         }
@@ -121,10 +113,15 @@ fn write_table(rows: &[LatePayment], to: &mut CommandOutcome) {
     }
 }
 
-async fn reopen_orders(database: &Database, args: &SettleArgs, operator: &Operator) -> anyhow::Result<CommandOutcome> {
+async fn reopen_orders(
+    database: &Database,
+    settings: &Settings,
+    args: &SettleArgs,
+    operator: &Operator,
+) -> anyhow::Result<CommandOutcome> {
     let mut output = CommandOutcome::default();
     for id in &args.which.ids {
-        match late_payments::reopen(database, *id, operator).await {
+        match late_payments::reopen(database, settings, *id, operator).await {
             Ok(reopened) if args.json => output.line(json!({ "id": id, "outcome": "reopened", "order": reopened })),
             Ok(reopened) => output.line(format!("order {} is reopened and paid", reopened.order_id)),
             Err(error @ ReopenError::Database(_)) => return Err(error.into()),

@@ -356,7 +356,8 @@ impl KindSettings {
 }
 
 /// A mapping: how the worker closes orders in a table of the shop's own. `open`, `paid`, `deadline`, `amount`, `currency`,
-/// `set`, `quantity` and `sql` are the operator's SQL; all others are names of tables and columns, or values.
+/// `sql`, and of stock what it changes, `left` and `quantity`, are the operator's SQL; all others are names of tables and
+/// columns, or values.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TableSettings {
@@ -384,12 +385,12 @@ pub struct TableSettings {
     pub closing: Option<BTreeMap<String, String>>,
     /// What a paid order's columns are set to. Needed where payments are reported, or providers are asked.
     pub pay: Option<BTreeMap<String, String>>,
-    /// What a paid order consumes of the stock that it has reserved, each like a `give_back`.
+    /// What the columns of a closed order are set to when late money pays it, besides what `pay` sets; without it, late money
+    /// reopens none.
+    pub reopen: Option<BTreeMap<String, String>>,
+    /// The stock that orders reserve, in the order in which it is locked.
     #[serde(default)]
-    pub consume: Vec<GiveBackSettings>,
-    /// The stock that a closed order gives back.
-    #[serde(default)]
-    pub give_back: Vec<GiveBackSettings>,
+    pub stock: Vec<StockSettings>,
     /// Statements in the same transaction.
     #[serde(default)]
     pub also: Vec<AlsoSettings>,
@@ -401,7 +402,7 @@ pub struct TableSettings {
 /// What becomes of a closed order's row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CloseSettings {
-    /// Its columns are set: each to a value, to `now`, or to `path` for what has closed it.
+    /// Its columns are set: each to a value, to `now`, to `null`, or to `path` for what has closed it.
     Set(BTreeMap<String, String>),
     /// It goes: the row is a hold.
     Delete,
@@ -447,10 +448,13 @@ impl CloseSettings {
     }
 }
 
-/// Stock that closed orders give back, or that paid orders consume.
+/// An expression for each column of the stock that changes; `quantity` is what the orders reserve of the row.
+pub type StockChanges = BTreeMap<String, String>;
+
+/// Stock that orders reserve.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct GiveBackSettings {
+pub struct StockSettings {
     /// The table of the orders' items.
     pub items: String,
     /// Its columns that hold the order's id.
@@ -460,11 +464,28 @@ pub struct GiveBackSettings {
     /// Its column, or an expression on its row: how much of the stock the item reserves.
     pub quantity: String,
     /// The table of the stock.
-    pub stock: String,
+    pub table: String,
     /// Its key.
     pub stock_key: Names,
-    /// An expression for each column to change; `quantity` is the sum that is given back, or consumed.
-    pub set: BTreeMap<String, String>,
+    /// What a closed order gives back.
+    #[serde(default)]
+    pub give_back: StockChanges,
+    /// What a paid order consumes of what it has reserved.
+    #[serde(default)]
+    pub consume: StockChanges,
+    /// What an order that is reopened reserves again, before it consumes.
+    #[serde(default)]
+    pub take: StockChanges,
+    /// How many of the row can be taken: an expression on it; NULL is without limit.
+    pub left: Option<String>,
+}
+
+impl StockSettings {
+    /// The settings of its changes, with their names.
+    #[must_use]
+    pub fn changes(&self) -> [(&'static str, &StockChanges); 3] {
+        [("give_back", &self.give_back), ("consume", &self.consume), ("take", &self.take)]
+    }
 }
 
 /// A statement of the shop's own.
@@ -509,7 +530,8 @@ impl TableSettings {
     /// The tables that a close changes, as far as their names can be read.
     #[must_use]
     pub fn changed_by_close(&self) -> Vec<String> {
-        let stocks = self.give_back.iter().map(|given_back| given_back.stock.clone());
+        let given_back = self.stock.iter().filter(|stock| !stock.give_back.is_empty());
+        let stocks = given_back.map(|stock| stock.table.clone());
         let also = self.also.iter().filter_map(|also| predicate::changed_table(&also.sql));
         std::iter::once(self.table.clone()).chain(stocks).chain(also).collect()
     }
@@ -537,17 +559,18 @@ impl TableSettings {
             }
         }
         self.validate_payments()?;
-        for (index, give_back) in self.give_back.iter().enumerate() {
-            give_back.validate(self.id.0.len()).map_err(|(name, why)| (format!("give_back[{index}].{name}"), why))?;
-            let earlier = &self.give_back[..index];
-            if earlier.iter().any(|other| other.stock == give_back.stock) {
+        for (index, stock) in self.stock.iter().enumerate() {
+            stock.validate(self.id.0.len()).map_err(|(name, why)| (format!("stock[{index}].{name}"), why))?;
+            let earlier = &self.stock[..index];
+            if earlier.iter().any(|other| other.table == stock.table) {
                 let why = format!(
-                    "names {} a second time, and one statement changes a row only once; make a view of both kinds of items and name it in one give_back",
-                    give_back.stock
+                    "names {} a second time, and one statement changes a row only once; make a view of both kinds of items and name it in one entry",
+                    stock.table
                 );
-                return Err((format!("give_back[{index}].stock"), why));
+                return Err((format!("stock[{index}].table"), why));
             }
         }
+        self.validate_reopening()?;
         for (index, also) in self.also.iter().enumerate() {
             let name = format!("also[{index}].sql");
             require_text(&name, &also.sql)?;
@@ -560,9 +583,6 @@ impl TableSettings {
 
     /// What says nothing without `pay`.
     fn validate_payments(&self) -> Result<(), Fault> {
-        for (index, consume) in self.consume.iter().enumerate() {
-            consume.validate(self.id.0.len()).map_err(|(name, why)| (format!("consume[{index}].{name}"), why))?;
-        }
         for (column, value) in self.closing.iter().flatten() {
             let ends = [("close", self.close.columns()), ("pay", self.pay.as_ref())];
             let is_left = |set: &BTreeMap<String, String>| set.get(column).is_none_or(|end| end == value);
@@ -573,14 +593,45 @@ impl TableSettings {
                 return Err((format!("closing.{column}"), why));
             }
         }
-        let alone = [("closing", self.closing.is_some()), ("consume", !self.consume.is_empty())];
+        let mut alone =
+            vec![("closing".to_owned(), self.closing.is_some()), ("reopen".to_owned(), self.reopen.is_some())];
+        alone.extend(
+            self.stock
+                .iter()
+                .enumerate()
+                .map(|(index, stock)| (format!("stock[{index}].consume"), !stock.consume.is_empty())),
+        );
         match alone.into_iter().find(|(_, is_given)| *is_given && self.pay.is_none()) {
             Some((name, _)) => Err((
-                name.into(),
+                name,
                 "is given without pay; write what a paid order's columns are set to, or leave it out".into(),
             )),
             None => Ok(()),
         }
+    }
+
+    /// What a close has given back must be taken again.
+    fn validate_reopening(&self) -> Result<(), Fault> {
+        if self.reopen.is_some() && self.close.columns().is_none() {
+            let why =
+                "is given, but close = \"delete\" leaves no row to reopen; leave it out, and late money is given back";
+            return Err(("reopen".into(), why.into()));
+        }
+        for (index, stock) in self.stock.iter().enumerate() {
+            let (name, why) = match (self.reopen.is_some(), stock.take.is_empty()) {
+                (true, true) if !stock.give_back.is_empty() => (
+                    "take",
+                    "is not given, but reopen is, and the close gives this stock back; write how it is taken again, such as take = { reserved = \"reserved + quantity\" }",
+                ),
+                (false, false) => (
+                    "take",
+                    "is given without reopen; write what a reopened order's columns are set to, or leave it out",
+                ),
+                _ => continue,
+            };
+            return Err((format!("stock[{index}].{name}"), why.into()));
+        }
+        Ok(())
     }
 
     /// An amount means nothing without its currency.
@@ -616,22 +667,34 @@ const MOST_MINOR_UNITS: u8 = 4;
 /// Why `open` and `paid` may hold none.
 const SUBQUERY: &str = "has a subquery, which reads what was committed before the order's row was locked, so that a payment in the same instant would be missed; let a payment update a column of the order's row and test that, or call a VOLATILE function in plpgsql, or write orders.close_sql";
 
-impl GiveBackSettings {
+impl StockSettings {
     fn validate(&self, id_columns: usize) -> Result<(), Fault> {
         require_text("items", &self.items)?;
         require_names("order", &self.order, Some((id_columns, "id")))?;
         require_names("key", &self.key, None)?;
         require_expression("quantity", &self.quantity)?;
-        require_text("stock", &self.stock)?;
+        require_text("table", &self.table)?;
         require_names("stock_key", &self.stock_key, Some((self.key.0.len(), "key")))?;
-        if self.set.is_empty() {
-            let why = "is empty; write what gives stock back, such as { reserved = \"reserved - quantity\" }";
-            return Err(("set".into(), why.into()));
+        if self.changes().iter().all(|(_, changes)| changes.is_empty()) {
+            let why = "is not given, nor are consume and take, so nothing changes this stock; write what gives it back, such as give_back = { reserved = \"reserved - quantity\" }, or leave the entry out";
+            return Err(("give_back".into(), why.into()));
         }
-        for (column, expression) in &self.set {
-            require_expression(&format!("set.{column}"), expression)?;
+        for (name, changes) in self.changes() {
+            for (column, expression) in changes {
+                require_expression(&format!("{name}.{column}"), expression)?;
+            }
         }
-        Ok(())
+        match (self.take.is_empty(), &self.left) {
+            (false, None) => {
+                let why = "is not given, but take is; write how many of a row can be taken, such as left = \"available\", so that a lack is refused";
+                Err(("left".into(), why.into()))
+            }
+            (true, Some(_)) => {
+                Err(("left".into(), "is given without take; write how stock is taken again, or leave it out".into()))
+            }
+            (false, Some(left)) => require_expression("left", left),
+            (true, None) => Ok(()),
+        }
     }
 }
 

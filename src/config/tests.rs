@@ -652,6 +652,8 @@ fn kinds_are_named_in_file() {
 #[test]
 fn wrong_kinds_name_setting_and_fix() {
     let table = "[kinds.a.table]\ntable = \"t\"\nid = \"id\"\nopen = \"o\"\npaid = \"p\"\ndeadline = \"d\"\nclose = { o = \"f\" }\n";
+    let payable = format!("{table}pay = {{ o = \"p\" }}\n");
+    let stock = "[[kinds.a.table.stock]]\nitems = \"i\"\norder = \"o\"\nkey = \"k\"\nquantity = \"1\"\ntable = \"s\"\nstock_key = \"k\"\n";
     for (file, parts) in [
         ("[kinds.Trial]\nlanes = []\n".to_owned(), ["kinds.Trial", "lower-case letter"]),
         ("[kinds.7d]\n".to_owned(), ["kinds.7d", "lower-case letter"]),
@@ -686,11 +688,26 @@ fn wrong_kinds_name_setting_and_fix() {
             format!("{table}closing = {{ o = \"g\" }}\npay = {{ q = \"p\" }}\n"),
             ["kinds.a.table.closing.o", "not overwritten by pay"],
         ),
+        (format!("{table}reopen = {{}}\n"), ["kinds.a.table.reopen", "without pay"]),
         (
-            format!(
-                "{table}[[kinds.a.table.consume]]\nitems = \"i\"\norder = \"o\"\nkey = \"k\"\nquantity = \"1\"\nstock = \"s\"\nstock_key = \"k\"\nset = {{}}\n"
-            ),
-            ["kinds.a.table.consume[0].set", "is empty"],
+            format!("{table}pay = {{ o = \"p\" }}\nreopen = {{}}\n")
+                .replace("close = { o = \"f\" }", "close = \"delete\""),
+            ["kinds.a.table.reopen", "leaves no row to reopen"],
+        ),
+        (
+            format!("{table}{stock}give_back = {{}}\n"),
+            ["kinds.a.table.stock[0].give_back", "nothing changes this stock"],
+        ),
+        (format!("{table}{stock}consume = {{ s = \"1\" }}\n"), ["kinds.a.table.stock[0].consume", "without pay"]),
+        (
+            format!("{payable}reopen = {{}}\n{stock}give_back = {{ s = \"1\" }}\n"),
+            ["stock[0].take", "reserved + quantity"],
+        ),
+        (format!("{payable}{stock}take = {{ s = \"1\" }}\nleft = \"s\"\n"), ["stock[0].take", "without reopen"]),
+        (format!("{payable}reopen = {{}}\n{stock}take = {{ s = \"1\" }}\n"), ["stock[0].left", "left = \"available\""]),
+        (
+            format!("{payable}{stock}consume = {{ s = \"1\" }}\nleft = \"s\"\n"),
+            ["kinds.a.table.stock[0].left", "without take"],
         ),
         (
             format!(

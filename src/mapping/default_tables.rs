@@ -63,11 +63,10 @@ fn facts() -> Facts {
     Facts {
         orders: relation("orders", ORDERS),
         deadline_type: "TIMESTAMPTZ".into(),
-        give_back: vec![
+        stock: vec![
             (relation("order_items", ORDER_ITEMS), relation("stock", STOCK)),
             (relation("order_resources", ORDER_RESOURCES), relation("reserved_resources", RESERVED_RESOURCES)),
         ],
-        consume: Vec::new(),
         keeps_stock: true,
         status: Some("status"),
         counted: Some("received_minor"),

@@ -110,10 +110,8 @@ pub struct Facts {
     pub orders: Relation,
     /// The type of the deadline as the wire protocol's client names it: `TIMESTAMPTZ`, `TIMESTAMP`.
     pub deadline_type: String,
-    /// For each `give_back`: its items and its stock.
-    pub give_back: Vec<(Relation, Relation)>,
-    /// For each `consume`, likewise.
-    pub consume: Vec<(Relation, Relation)>,
+    /// For each entry of `stock`: its items and its stock.
+    pub stock: Vec<(Relation, Relation)>,
     /// Whether foreign keys keep each stock row that an item names. Looked up nowhere: only of the default tables it is known.
     pub keeps_stock: bool,
     /// The column whose word is an order's status, which only the default table has.

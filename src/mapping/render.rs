@@ -14,7 +14,7 @@ use super::{
     AFTER_LAST_DEADLINE, ColumnType, FIRST_DEADLINE, Facts, KindWords, MappingError, Relation, RelationKind,
     TableSettings, deadline_column, ids, predicate,
 };
-use crate::config::kinds::{CloseSettings, GiveBackSettings};
+use crate::config::kinds::{CloseSettings, StockChanges, StockSettings};
 
 pub use functions::KindFunction;
 pub use questions::Questions;
@@ -52,8 +52,9 @@ pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result
 /// The types of times without a zone, by their names in `pg_type`.
 const ZONELESS: [&str; 3] = ["timestamp", "date", "time"];
 
-/// A value that `close`, `closing` and `pay` may write: the moment of the change.
+/// Values that `close`, `closing`, `pay` and `reopen` may write: the moment of the change, and nothing.
 const NOW: &str = "now";
+const NULL: &str = "null";
 /// A value that `close` may write: the path that closes the order, as its event says.
 const PATH: &str = "path";
 
@@ -211,7 +212,7 @@ impl<'a> Parts<'a> {
         ];
         steps.extend(self.due_steps()?);
         let mut without_stock = Vec::new();
-        for index in 0..self.table.give_back.len() {
+        for index in self.given_back() {
             let (locks, busy) = self.stock_to_lock(index)?;
             steps.extend(locks);
             without_stock.push(busy);
@@ -248,13 +249,13 @@ impl<'a> Parts<'a> {
         // Last, after all other writes: other batches that return the same stock wait for this commit, and in a flash sale
         // every batch does. The result does not read the stock, so Postgres returns it before.
         let mut behind = written.join(" + ");
-        for index in 0..self.table.give_back.len() {
+        for index in self.given_back() {
             steps.push(self.give_back(index, &is_closed("i.k"), &behind)?);
             behind = format!("(SELECT count(*) FROM ot_given_{})", index + 1);
         }
         let mut reads: String =
             selects.iter().map(|step| format!("\n  AND (SELECT count(*) FROM {step}) >= 0")).collect();
-        if self.table.give_back.is_empty() && self.claims() {
+        if without_stock.is_empty() && self.claims() {
             // So that the parameter has a type.
             reads += "\n  AND $3::boolean IS NOT NULL";
         }
@@ -280,14 +281,17 @@ impl<'a> Parts<'a> {
         ))
     }
 
+    /// The places of the stock that a close gives back.
+    fn given_back(&self) -> impl Iterator<Item = usize> {
+        (0..self.table.stock.len()).filter(|index| !self.table.stock[*index].give_back.is_empty())
+    }
+
     /// The items of due orders with the stock rows of theirs that can be locked now, and the orders of which one cannot.
     /// Without waiting ($3 is false) an order is closed only if all its stock rows can; otherwise the updates wait. A stock
     /// row that does not exist is looked up alone, and keeps no order open.
     fn stock_to_lock(&self, index: usize) -> Result<(Vec<String>, String), MappingError> {
-        let (settings, relations) = (&self.table.give_back[index], &self.facts.give_back[index]);
-        let (number, (items, stock)) = (index + 1, relations);
-        let StockColumns { alias, order, item_key, stock_key } =
-            StockColumns::of(&format!("give_back[{index}]"), settings, relations)?;
+        let (settings, (items, stock), number) = (&self.table.stock[index], &self.facts.stock[index], index + 1);
+        let StockColumns { alias, order, item_key, stock_key } = self.stock_columns(index)?;
         // Few shops fill the tables of a further one: those pay for one look at an empty table, not for one per order.
         let has_items = match (index, items.kind) {
             (1.., RelationKind::Table) => format!("(SELECT EXISTS (SELECT FROM {}))\n      AND ", items.qualified()),
@@ -372,8 +376,9 @@ impl<'a> Parts<'a> {
             let kind = require(&self.facts.orders, column, &key)?;
             let value = match value.as_str() {
                 NOW => self.now(&key, column, kind)?,
-                // In the function that pays, `$2` is another parameter.
-                PATH if setting != "pay" => "$2::text".to_owned(),
+                NULL => "NULL".to_owned(),
+                // In the functions that pay, `$2` is another parameter.
+                PATH if ["close", "closing"].contains(&setting) => "$2::text".to_owned(),
                 value => literal(value),
             };
             set.push(format!("{} = {value}", name(column)));
@@ -435,13 +440,57 @@ impl<'a> Parts<'a> {
 
     /// One update of stock, behind everything that `behind` counts.
     fn give_back(&self, index: usize, is_closed: &str, behind: &str) -> Result<String, MappingError> {
-        let (settings, (_, stock), number) = (&self.table.give_back[index], &self.facts.give_back[index], index + 1);
+        let number = index + 1;
         // The planner takes one row in 200 for such a comparison. So it looks up each stock row by its key, in the order of the
         // keys, even if the tables were empty when they were last analysed.
         let items =
             format!("ot_items_{number} i\n        WHERE CASE WHEN {is_closed} THEN 1 END = 1 AND {behind} >= 0");
-        let update = stock_update(&format!("give_back[{index}]"), settings, stock, &items)?;
+        let update = self.stock_update(index, "give_back", &self.table.stock[index].give_back, &items)?;
         Ok(step(&format!("ot_given_{number}"), &format!("{update}\n    RETURNING 1")))
+    }
+
+    /// The columns of this entry of `stock`.
+    fn stock_columns(&self, index: usize) -> Result<StockColumns, MappingError> {
+        let (settings, (items, stock)) = (&self.table.stock[index], &self.facts.stock[index]);
+        let key = |name: &str| format!("stock[{index}].{name}");
+        if let Some(why) = stock.why_not_lockable() {
+            return Err(MappingError::new(key("table"), why));
+        }
+        let alias = name(&items.name);
+        Ok(StockColumns {
+            order: require_all(items, &alias, &settings.order.0, &key("order"))?,
+            item_key: require_all(items, &alias, &settings.key.0, &key("key"))?,
+            stock_key: require_all(stock, "s", &settings.stock_key.0, &key("stock_key"))?,
+            alias,
+        })
+    }
+
+    /// Changes the stock of these items: `i`, with the columns `s1, s2` and `quantity`. `setting` is where the changes are.
+    fn stock_update(
+        &self,
+        index: usize,
+        setting: &str,
+        changes: &StockChanges,
+        items: &str,
+    ) -> Result<String, MappingError> {
+        let (StockSettings { key, stock_key, .. }, (_, stock)) = (&self.table.stock[index], &self.facts.stock[index]);
+        let mut set = Vec::new();
+        for (column, expression) in changes {
+            require(stock, column, &format!("stock[{index}].{setting}.{column}"))?;
+            set.push(format!("{} = {}", name(column), ended(expression)));
+        }
+        let matches: Vec<String> =
+            (1..).zip(&stock_key.0).map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column))).collect();
+        let given: Vec<String> = (1..=key.0.len()).map(|n| format!("i.s{n} AS ot_s{n}")).collect();
+        // Summed: UPDATE … FROM changes each row only once.
+        Ok(format!(
+            "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, coalesce(sum(i.quantity), 0) AS quantity\n        FROM {items}\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}",
+            stock.qualified(),
+            set.join(", "),
+            given.join(", "),
+            matches.join(" AND "),
+            sorted = numbered("i.s", key.0.len()).join(", "),
+        ))
     }
 
     fn overdue(&self) -> String {
@@ -554,7 +603,7 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
         Some(column) => format!("{}.{}", name(&facts.orders.name), name(column)),
         None => format!("({})", ended(&table.deadline)),
     };
-    let set = [table.close.columns(), table.closing.as_ref(), table.pay.as_ref()];
+    let set = [table.close.columns(), table.closing.as_ref(), table.pay.as_ref(), table.reopen.as_ref()];
     let uses_zone = set.into_iter().flatten().flatten().any(|(column, value)| {
         value == NOW && facts.orders.columns.get(column).is_some_and(|kind| ZONELESS.contains(&kind.base.as_str()))
     });
@@ -591,7 +640,7 @@ fn one_line(sql: &str) -> String {
     if sql.contains("--") { sql.to_owned() } else { sql.split_whitespace().collect::<Vec<_>>().join(" ") }
 }
 
-/// The columns of a `give_back` or of a `consume`, with the aliases of their tables.
+/// The columns of an entry of `stock`, with the aliases of their tables.
 struct StockColumns {
     /// Of the items.
     alias: String,
@@ -599,53 +648,6 @@ struct StockColumns {
     item_key: Vec<String>,
     /// Of the stock, whose alias is `s`.
     stock_key: Vec<String>,
-}
-
-impl StockColumns {
-    fn of(
-        setting: &str,
-        settings: &GiveBackSettings,
-        (items, stock): &(Relation, Relation),
-    ) -> Result<Self, MappingError> {
-        let key = |name: &str| format!("{setting}.{name}");
-        if let Some(why) = stock.why_not_lockable() {
-            return Err(MappingError::new(key("stock"), why));
-        }
-        let alias = name(&items.name);
-        Ok(Self {
-            order: require_all(items, &alias, &settings.order.0, &key("order"))?,
-            item_key: require_all(items, &alias, &settings.key.0, &key("key"))?,
-            stock_key: require_all(stock, "s", &settings.stock_key.0, &key("stock_key"))?,
-            alias,
-        })
-    }
-}
-
-/// Changes the stock of these items: `i`, with the columns `s1, s2` and `quantity`.
-fn stock_update(
-    setting: &str,
-    settings: &GiveBackSettings,
-    stock: &Relation,
-    items: &str,
-) -> Result<String, MappingError> {
-    let keys = settings.key.0.len();
-    let mut set = Vec::new();
-    for (column, expression) in &settings.set {
-        require(stock, column, &format!("{setting}.set.{column}"))?;
-        set.push(format!("{} = {}", name(column), ended(expression)));
-    }
-    let matches: Vec<String> =
-        (1..).zip(&settings.stock_key.0).map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column))).collect();
-    let given: Vec<String> = (1..=keys).map(|n| format!("i.s{n} AS ot_s{n}")).collect();
-    // Summed: UPDATE … FROM changes each row only once.
-    Ok(format!(
-        "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, coalesce(sum(i.quantity), 0) AS quantity\n        FROM {items}\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}",
-        stock.qualified(),
-        set.join(", "),
-        given.join(", "),
-        matches.join(" AND "),
-        sorted = numbered("i.s", keys).join(", "),
-    ))
 }
 
 /// What `Operator` and the function `release` say for their transaction; NULL otherwise.

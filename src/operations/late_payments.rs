@@ -1,7 +1,7 @@
 //! Money that paid for nothing: lists it, and settles each piece once, as due to be given back or by reopening its
 //! order. Gives no money back itself.
 //!
-//! Only orders in the default table can be reopened: what a closed order of a shop's own table needs is not known here.
+//! What a closed order needs to be reopened, the function of its kind does.
 
 use std::fmt;
 
@@ -11,10 +11,11 @@ use order_timeout_core::message::write_rfc3339;
 use serde::Serialize;
 use sqlx::postgres::PgRow;
 use sqlx::{Connection, PgConnection, Row};
-use uuid::Uuid;
 
 use super::orders_table::due::Money;
-use super::{Page, unresolved};
+use super::{Page, orders_statements, unresolved};
+use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::postgres::{Database, DatabaseError, Operator, unusable};
 
 /// Pieces that one statement should settle at most: it locks their rows.
@@ -176,7 +177,7 @@ fn unavailable(error: &sqlx::Error) -> DatabaseError {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct ReopenedOrder {
     /// The order, which is paid now.
-    pub order_id: Uuid,
+    pub order_id: String,
     /// The late money that has paid it: the given piece, and others of the order if that one does not suffice.
     pub late_payments: Vec<i64>,
     /// What was too much, in the smallest unit. It is late money with the reason `surplus`.
@@ -197,14 +198,25 @@ pub enum ReopenError {
         /// `refund_due` or `reopened`.
         state: String,
     },
-    /// There is no such order in the default table.
+    /// The settings do not say how.
+    #[error(
+        "late money reopens no order of kind {kind}, because kinds.{kind}.table.reopen is not given; settle the payment with --refund-due, or write what a reopened order's row gets (docs/ADOPTING.md)"
+    )]
+    NotMapped {
+        /// The order's kind.
+        kind: String,
+    },
+    /// The database has other functions than the settings say.
+    #[error(transparent)]
+    NotInstalled(DatabaseError),
+    /// There is no such order.
     #[error("there is no order {0}, so it cannot be reopened; settle the payment with --refund-due")]
     NoOrder(String),
     /// Only a closed order can be reopened.
     #[error("order {order_id} is {status}, and only a closed order can be reopened; {}", what_instead(.status))]
     NotClosed {
         /// The order.
-        order_id: Uuid,
+        order_id: String,
         /// Its status.
         status: String,
     },
@@ -212,7 +224,7 @@ pub enum ReopenError {
     #[error("the late payment is in {paid}, and order {order_id} costs {costs}; settle it with --refund-due")]
     OtherCurrency {
         /// The order.
-        order_id: Uuid,
+        order_id: String,
         /// The payment's currency.
         paid: String,
         /// The order's currency.
@@ -229,7 +241,7 @@ pub enum ReopenError {
     )]
     TooLittle {
         /// The order.
-        order_id: Uuid,
+        order_id: String,
         /// What is missing, in the smallest unit.
         missing_minor: i64,
     },
@@ -237,7 +249,7 @@ pub enum ReopenError {
     #[error("order {order_id} cannot be reopened, because {}; settle the payment with --refund-due, or restock", all(.lacks))]
     NotAvailable {
         /// The order.
-        order_id: Uuid,
+        order_id: String,
         /// What lacks.
         lacks: Vec<Lack>,
     },
@@ -246,40 +258,42 @@ pub enum ReopenError {
     Database(#[from] sqlx::Error),
 }
 
-/// An article or a resource of which too little is left.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+/// A row of stock of which too little is left.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lack {
-    /// `article`, or the resource's kind.
-    pub kind: String,
+    /// The table, as the mapping has it.
+    pub stock: String,
     /// Its key.
-    pub id: String,
+    pub key: String,
     /// What the order needs.
-    pub wanted: i64,
+    pub wanted: String,
     /// What is left.
-    pub available: i64,
+    pub available: String,
 }
 
 impl fmt::Display for Lack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kind, id, wanted, available } = self;
-        write!(f, "{kind} {id} has {available} left and the order needs {wanted}")
+        let Self { stock, key, wanted, available } = self;
+        write!(f, "{stock} {key} has {available} left and the order needs {wanted}")
     }
 }
 
-fn all(lacks: &[Lack]) -> String {
+/// As one sentence.
+pub(super) fn all(lacks: &[Lack]) -> String {
     lacks.iter().map(Lack::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn what_instead(status: &str) -> &'static str {
     match status {
-        "unpaid" | "closing" => "wait until a worker has closed it",
+        "open" | "closing" => "wait until a worker has closed it",
         _ => "settle the payment with --refund-due",
     }
 }
 
-/// The order of a late payment, locked.
+/// The closed order of a late payment, whose row is locked.
 struct LockedOrder {
-    id: Uuid,
+    kind: String,
+    order_id: String,
     amount_minor: Option<i64>,
 }
 
@@ -296,7 +310,15 @@ struct Piece {
 ///
 /// # Errors
 /// [`ReopenError`].
-pub async fn reopen(database: &Database, id: i64, operator: &Operator) -> Result<ReopenedOrder, ReopenError> {
+pub async fn reopen(
+    database: &Database,
+    settings: &Settings,
+    id: i64,
+    operator: &Operator,
+) -> Result<ReopenedOrder, ReopenError> {
+    let kind = sqlx::query_scalar("SELECT kind FROM late_payments WHERE id = $1").bind(id);
+    let kind: Option<String> = database.run(async |connection| kind.fetch_optional(connection).await).await?;
+    require_reopening(database, settings, kind.ok_or(ReopenError::Unknown(id))?).await?;
     let work = async |connection: &mut PgConnection| {
         let mut transaction = connection.begin().await?;
         match reopen_in(&mut transaction, id, operator).await {
@@ -308,6 +330,17 @@ pub async fn reopen(database: &Database, id: i64, operator: &Operator) -> Result
     database.run(work).await?
 }
 
+/// The kind has a function that reopens its orders, as its mapping says.
+async fn require_reopening(database: &Database, settings: &Settings, kind: String) -> Result<(), ReopenError> {
+    let known = Kind::new(&kind)
+        .ok()
+        .filter(|known| matches!(settings.orders_of(known), Some(OrdersOf::Table(table)) if table.reopen.is_some()));
+    let known = known.ok_or(ReopenError::NotMapped { kind })?;
+    let statements = orders_statements::statements(database, settings, &known).await;
+    let functions = statements.map_err(ReopenError::NotInstalled)?.functions;
+    orders_statements::require_functions(database, &known, &functions).await.map_err(ReopenError::NotInstalled)
+}
+
 async fn reopen_in(connection: &mut PgConnection, id: i64, operator: &Operator) -> Result<ReopenedOrder, ReopenError> {
     let late: Option<(String, String, String)> =
         sqlx::query_as("SELECT order_id, currency, kind FROM late_payments WHERE id = $1")
@@ -315,49 +348,60 @@ async fn reopen_in(connection: &mut PgConnection, id: i64, operator: &Operator) 
             .fetch_optional(&mut *connection)
             .await?;
     let (order_id, currency, kind) = late.ok_or(ReopenError::Unknown(id))?;
-    if kind != Kind::ORDER.as_str() {
-        return Err(ReopenError::NoOrder(format!("{order_id} of kind {kind} in the default tables")));
-    }
     // The order first, then its money, then stock: in the order in which a payment locks them.
-    let order = lock_order(connection, &order_id, &currency).await?;
-    let pieces = choose_pieces(connection, id, &order, &order_id, &currency).await?;
-    let lacks = lock_reserved(connection, order.id).await?;
-    if !lacks.is_empty() {
-        return Err(ReopenError::NotAvailable { order_id: order.id, lacks });
-    }
-    take_reserved(connection, order.id).await?;
+    let order = lock_order(connection, kind, order_id, &currency).await?;
+    let pieces = choose_pieces(connection, id, &order, &currency).await?;
     let paid: i64 = pieces.iter().map(|piece| piece.amount_minor).sum();
     let counted = order.amount_minor.unwrap_or(paid);
-    pay_closed_order(connection, order.id, counted).await?;
+    let LockedOrder { kind, order_id, .. } = order;
+    let lacks = take_and_pay(connection, &kind, &order_id, counted).await?;
+    if !lacks.is_empty() {
+        return Err(ReopenError::NotAvailable { order_id, lacks });
+    }
     use_pieces(connection, &pieces, operator).await?;
-    unresolved::forget(connection, &order_id).await?;
+    unresolved::forget(connection, &kind, &order_id).await?;
     let surplus_minor = paid - counted;
     if let Some(last) = pieces.last().filter(|_| surplus_minor > 0) {
-        record_surplus(connection, &order_id, last, surplus_minor, &currency).await?;
+        record_surplus(connection, (&kind, &order_id), last, surplus_minor, &currency).await?;
     }
     let late_payments: Vec<i64> = pieces.iter().map(|piece| piece.id).collect();
-    announce_reopened(connection, order.id, &late_payments, (counted, &currency), operator).await?;
-    Ok(ReopenedOrder { order_id: order.id, late_payments, surplus_minor })
+    announce_reopened(connection, (&kind, &order_id), &late_payments, (counted, &currency), operator).await?;
+    Ok(ReopenedOrder { order_id, late_payments, surplus_minor })
 }
 
-async fn lock_order(connection: &mut PgConnection, order_id: &str, currency: &str) -> Result<LockedOrder, ReopenError> {
-    let row = sqlx::query(
-        "SELECT id, status::text AS status, amount_minor, currency FROM orders
-         WHERE id = default_order_key($1) FOR NO KEY UPDATE",
-    )
-    .bind(order_id)
-    .fetch_optional(connection)
-    .await?;
-    let row = row.ok_or_else(|| ReopenError::NoOrder(order_id.to_owned()))?;
-    let (id, status): (Uuid, String) = (row.try_get("id")?, row.try_get("status")?);
-    if status != "closed" {
-        return Err(ReopenError::NotClosed { order_id: id, status });
+/// What lacks, or nothing: then the closed order, which is locked, is paid.
+pub(super) async fn take_and_pay(
+    connection: &mut PgConnection,
+    kind: &str,
+    order_id: &str,
+    counted: i64,
+) -> Result<Vec<Lack>, sqlx::Error> {
+    let lacks = sqlx::query_as("SELECT * FROM reopen_order($1, $2, $3)");
+    let lacks: Vec<(String, String, String, String)> =
+        lacks.bind(kind).bind(order_id).bind(counted).fetch_all(connection).await?;
+    let read = |(stock, key, wanted, available)| Lack { stock, key, wanted, available };
+    Ok(lacks.into_iter().map(read).collect())
+}
+
+async fn lock_order(
+    connection: &mut PgConnection,
+    kind: String,
+    order_id: String,
+    currency: &str,
+) -> Result<LockedOrder, ReopenError> {
+    let row = sqlx::query("SELECT state, amount_minor, currency FROM locked_order($1, $2, true)");
+    let row = row.bind(&kind).bind(&order_id).fetch_one(connection).await?;
+    let status: Option<String> = row.try_get("state")?;
+    match status.as_deref() {
+        Some("closed") => {}
+        None => return Err(ReopenError::NoOrder(order_id)),
+        Some(_) => return Err(ReopenError::NotClosed { order_id, status: status.unwrap_or_default() }),
     }
     let costs: Option<String> = row.try_get("currency")?;
     if let Some(costs) = costs.filter(|costs| costs != currency) {
-        return Err(ReopenError::OtherCurrency { order_id: id, paid: currency.to_owned(), costs });
+        return Err(ReopenError::OtherCurrency { order_id, paid: currency.to_owned(), costs });
     }
-    Ok(LockedOrder { id, amount_minor: row.try_get("amount_minor")? })
+    Ok(LockedOrder { kind, order_id, amount_minor: row.try_get("amount_minor")? })
 }
 
 /// The given piece first, and then the order's others until its price is covered.
@@ -365,17 +409,17 @@ async fn choose_pieces(
     connection: &mut PgConnection,
     id: i64,
     order: &LockedOrder,
-    order_id: &str,
     currency: &str,
 ) -> Result<Vec<Piece>, ReopenError> {
     let rows = sqlx::query(
         "SELECT id, provider, reference, amount_minor, state, reason FROM late_payments
-         WHERE order_id = $1 AND kind = 'order' AND currency = $2 AND (state = 'open' AND reason <> 'other_order' OR id = $3)
+         WHERE order_id = $1 AND kind = $4 AND currency = $2 AND (state = 'open' AND reason <> 'other_order' OR id = $3)
          ORDER BY id <> $3, id FOR NO KEY UPDATE",
     )
-    .bind(order_id)
+    .bind(&order.order_id)
     .bind(currency)
     .bind(id)
+    .bind(&order.kind)
     .fetch_all(connection)
     .await?;
     let (mut pieces, mut paid) = (Vec::new(), 0);
@@ -402,52 +446,10 @@ async fn choose_pieces(
     }
     match order.amount_minor {
         Some(amount) if amount > paid => {
-            Err(ReopenError::TooLittle { order_id: order.id, missing_minor: amount - paid })
+            Err(ReopenError::TooLittle { order_id: order.order_id.clone(), missing_minor: amount - paid })
         }
         _ => Ok(pieces),
     }
-}
-
-/// Locks the order's stock and then its resources, in the order of their keys, and returns those of which too little is
-/// left.
-async fn lock_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<Vec<Lack>, sqlx::Error> {
-    let of_stock = "SELECT 'article' AS kind, s.article_id AS id, i.quantity AS wanted, s.available
-                    FROM order_items i JOIN stock s ON s.article_id = i.article_id
-                    WHERE i.order_id = $1 ORDER BY s.article_id FOR NO KEY UPDATE OF s";
-    let of_resources = "SELECT s.kind, s.id, i.quantity AS wanted, s.available
-                        FROM order_resources i JOIN reserved_resources s ON s.kind = i.kind AND s.id = i.resource_id
-                        WHERE i.order_id = $1 ORDER BY s.kind, s.id FOR NO KEY UPDATE OF s";
-    let mut lacks = Vec::new();
-    for select in [of_stock, of_resources] {
-        for row in sqlx::query(select).bind(order_id).fetch_all(&mut *connection).await? {
-            let (wanted, available): (i64, i64) = (row.try_get("wanted")?, row.try_get("available")?);
-            if available < wanted {
-                lacks.push(Lack { kind: row.try_get("kind")?, id: row.try_get("id")?, wanted, available });
-            }
-        }
-    }
-    Ok(lacks)
-}
-
-/// Consumes what the order had reserved before its close gave it back.
-async fn take_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<(), sqlx::Error> {
-    let of_stock = "UPDATE stock s SET available = s.available - i.quantity
-                    FROM order_items i WHERE i.order_id = $1 AND s.article_id = i.article_id";
-    let of_resources = "UPDATE reserved_resources s SET available = s.available - i.quantity
-                        FROM order_resources i WHERE i.order_id = $1 AND s.kind = i.kind AND s.id = i.resource_id";
-    for update in [of_stock, of_resources] {
-        sqlx::query(update).bind(order_id).execute(&mut *connection).await?;
-    }
-    Ok(())
-}
-
-async fn pay_closed_order(connection: &mut PgConnection, order_id: Uuid, counted: i64) -> Result<(), sqlx::Error> {
-    let update = sqlx::query(
-        "UPDATE orders SET status = 'paid', paid_at = clock_timestamp(), closed_at = NULL, closed_by = NULL,
-                           close_reason = NULL, received_minor = $2
-         WHERE id = $1 AND status = 'closed'",
-    );
-    one_row(&update.bind(order_id).bind(counted).execute(connection).await?, "orders")
 }
 
 async fn use_pieces(connection: &mut PgConnection, pieces: &[Piece], operator: &Operator) -> Result<(), sqlx::Error> {
@@ -480,13 +482,14 @@ async fn count(connection: &mut PgConnection, piece: &Piece, more: i64) -> Resul
 
 async fn record_surplus(
     connection: &mut PgConnection,
-    order_id: &str,
+    (kind, order_id): (&str, &str),
     piece: &Piece,
     surplus_minor: i64,
     currency: &str,
 ) -> Result<(), sqlx::Error> {
     count(connection, piece, -surplus_minor).await?;
-    sqlx::query("SELECT record_late_payment('order', $1, $2, $3, $4, $5, 'surplus')")
+    sqlx::query("SELECT record_late_payment($1, $2, $3, $4, $5, $6, 'surplus')")
+        .bind(kind)
         .bind(order_id)
         .bind(&piece.provider)
         .bind(&piece.reference)
@@ -497,9 +500,10 @@ async fn record_surplus(
         .map(drop)
 }
 
+/// As in an alarm, the default kind is not named; and it alone has a history.
 async fn announce_reopened(
     connection: &mut PgConnection,
-    order_id: Uuid,
+    (kind, order_id): (&str, &str),
     late_payments: &[i64],
     (amount_minor, currency): (i64, &str),
     operator: &Operator,
@@ -507,16 +511,17 @@ async fn announce_reopened(
     sqlx::query(
         "WITH history AS (
              INSERT INTO order_events (order_id, event, by, reason, who, why, run)
-             VALUES ($1, 'reopened', 'manual', 'paid by late money', $5, $6, $7)
-             RETURNING at
+             SELECT o.id, 'reopened', 'manual', 'paid by late money', $6, $7, $8
+             FROM orders o WHERE $1 = 'order' AND o.id = default_order_key($2)
          )
-         INSERT INTO event_outbox (routing_key, type, payload)
-         SELECT 'order.reopened', 'order.reopened.v1', jsonb_build_object(
-             'order_id', $1::uuid, 'late_payment_ids', to_jsonb($2::bigint[]), 'amount_minor', $3::bigint,
-             'currency', $4::text,
-             'reopened_at', to_char(h.at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'))
-         FROM history h",
+         INSERT INTO event_outbox (kind, routing_key, type, payload)
+         SELECT $1, 'order.reopened', 'order.reopened.v1', jsonb_build_object(
+             'order_id', $2::text, 'late_payment_ids', to_jsonb($3::bigint[]), 'amount_minor', $4::bigint,
+             'currency', $5::text,
+             'reopened_at', to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'))
+             || CASE WHEN $1 = 'order' THEN '{}' ELSE jsonb_build_object('kind', $1::text) END",
     )
+    .bind(kind)
     .bind(order_id)
     .bind(late_payments)
     .bind(amount_minor)

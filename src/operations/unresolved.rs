@@ -393,8 +393,9 @@ fn unavailable(error: &sqlx::Error) -> DatabaseError {
 }
 
 /// The order has ended in another way, in the same transaction.
-pub(super) async fn forget(connection: &mut PgConnection, order_id: &str) -> Result<(), sqlx::Error> {
-    sqlx::query("DELETE FROM close_attempts WHERE kind = 'order' AND order_id = $1")
+pub(super) async fn forget(connection: &mut PgConnection, kind: &str, order_id: &str) -> Result<(), sqlx::Error> {
+    sqlx::query("DELETE FROM close_attempts WHERE kind = $1 AND order_id = $2")
+        .bind(kind)
         .bind(order_id)
         .execute(connection)
         .await

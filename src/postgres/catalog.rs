@@ -6,7 +6,7 @@
 use sqlx::{AssertSqlSafe, Column, Executor, PgConnection, Row, SqlSafeStr, Statement as _, TypeInfo};
 
 use super::one_line;
-use crate::config::kinds::{GiveBackSettings, TableSettings};
+use crate::config::kinds::{StockSettings, TableSettings};
 use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, predicate, quote};
 
 /// Why the facts of a mapping are not known.
@@ -63,45 +63,39 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
             None
         }
     };
-    let mut give_back = Vec::new();
-    for (index, settings) in table.give_back.iter().enumerate() {
-        let setting = format!("give_back[{index}]");
+    let mut stock = Vec::new();
+    for (index, settings) in table.stock.iter().enumerate() {
+        let setting = format!("stock[{index}]");
         let found = stock_relations(connection, &setting, settings).await?;
-        require_own_stock(&format!("{setting}.stock"), &orders, &found.1, &give_back)?;
-        give_back.push(found);
-    }
-    let mut consume = Vec::new();
-    for (index, settings) in table.consume.iter().enumerate() {
-        consume.push(stock_relations(connection, &format!("consume[{index}]"), settings).await?);
+        require_own_stock(&format!("{setting}.table"), &orders, &found.1, &stock)?;
+        stock.push(found);
     }
     let search_path: Vec<String> =
         sqlx::query_scalar("SELECT current_schemas(false)::text[]").fetch_one(&mut *connection).await?;
-    let changed: Vec<&Relation> = std::iter::once(&orders).chain(give_back.iter().map(|(_, stock)| stock)).collect();
+    let changed: Vec<&Relation> = std::iter::once(&orders).chain(stock.iter().map(|(_, stock)| stock)).collect();
     for (index, also) in table.also.iter().enumerate() {
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
-    Ok(Facts {
-        orders,
-        deadline_type,
-        give_back,
-        consume,
-        keeps_stock: false,
-        status: None,
-        counted: None,
-        money_fault,
-    })
+    Ok(Facts { orders, deadline_type, stock, keeps_stock: false, status: None, counted: None, money_fault })
 }
 
-/// The items and the stock of a `give_back` or of a `consume`.
+/// The items and the stock of an entry of `stock`.
 async fn stock_relations(
     connection: &mut PgConnection,
     setting: &str,
-    settings: &GiveBackSettings,
+    settings: &StockSettings,
 ) -> Result<(Relation, Relation), CatalogError> {
     let key = |name: &str| format!("{setting}.{name}");
     let items = relation(connection, &key("items"), &settings.items).await?;
-    let stock = relation(connection, &key("stock"), &settings.stock).await?;
+    let stock = relation(connection, &key("table"), &settings.table).await?;
     type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
+    if let Some(left) = &settings.left {
+        let found = type_as(connection, &key("left"), left, &stock, "stock").await?;
+        if !["INT2", "INT4", "INT8", "NUMERIC", "FLOAT4", "FLOAT8"].contains(&found.as_str()) {
+            let why = format!("is {}; write an expression of a number, such as \"available\"", found.to_lowercase());
+            return Err(MappingError::new(key("left"), why).into());
+        }
+    }
     Ok((items, stock))
 }
 
@@ -161,24 +155,31 @@ async fn require_volatile(connection: &mut PgConnection, table: &TableSettings) 
     Ok(())
 }
 
-/// A value of `close`, `closing` or `pay` that its column's type does not have, such as an expression.
+/// A value of `close`, `closing`, `pay` or `reopen` that its column's type does not have, such as an expression.
 async fn require_values(
     connection: &mut PgConnection,
     table: &TableSettings,
     orders: &Relation,
 ) -> Result<(), CatalogError> {
-    let settings = [("close", table.close.columns()), ("closing", table.closing.as_ref()), ("pay", table.pay.as_ref())];
+    let settings = [
+        ("close", table.close.columns()),
+        ("closing", table.closing.as_ref()),
+        ("pay", table.pay.as_ref()),
+        ("reopen", table.reopen.as_ref()),
+    ];
     let mut written = Vec::new();
     for (setting, columns) in settings {
         written.extend(columns.into_iter().flatten().map(|(column, value)| (setting, column, value)));
     }
-    for (setting, column, value) in written.into_iter().filter(|(_, _, value)| *value != "now") {
+    for (setting, column, value) in
+        written.into_iter().filter(|(_, _, value)| !["now", "null"].contains(&value.as_str()))
+    {
         let Some(kind) = orders.columns.get(column) else { continue };
         let select = format!("SELECT {}::{}", quote::literal(value), kind.sql);
         match connection.prepare(AssertSqlSafe(select).into_sql_str()).await {
             Err(error) if error.as_database_error().is_some() => {
                 let why = format!(
-                    "is {value:?}, which the column cannot be: {}; write one value, or \"now\". An expression is not possible: a trigger of the table can raise a counter such as lock_version",
+                    "is {value:?}, which the column cannot be: {}; write one value, \"now\" or \"null\". An expression is not possible: a trigger of the table can raise a counter such as lock_version",
                     one_line(&error)
                 );
                 return Err(MappingError::new(format!("{setting}.{column}"), why).into());
@@ -208,7 +209,7 @@ fn require_other_table(
     };
     let Some(same) = changed.iter().find(is_same) else { return Ok(()) };
     let why = format!(
-        "changes {}, which the close changes already, so one of two changes of a row would be lost; write it in close or in the set of its give_back",
+        "changes {}, which the close changes already, so one of two changes of a row would be lost; write it in close or in the give_back of its stock",
         same.qualified()
     );
     Err(MappingError::new(key, why))
@@ -226,7 +227,7 @@ fn require_own_stock(
         return Ok(());
     }
     let why = format!(
-        "is {}, which the same statement changes already, so one of the changes would be lost; combine them into one give_back",
+        "is {}, which the same statement changes already, so one of the changes would be lost; combine them into one entry",
         stock.qualified()
     );
     Err(MappingError::new(key, why))
@@ -277,8 +278,18 @@ async fn type_of(
     expression: &str,
     relation: &Relation,
 ) -> Result<String, CatalogError> {
-    let select =
-        format!("SELECT ({expression}\n) AS value FROM {} AS {}", relation.qualified(), quote::name(&relation.name));
+    type_as(connection, key, expression, relation, &relation.name).await
+}
+
+/// The same, where the statement calls the relation `alias`.
+async fn type_as(
+    connection: &mut PgConnection,
+    key: &str,
+    expression: &str,
+    relation: &Relation,
+    alias: &str,
+) -> Result<String, CatalogError> {
+    let select = format!("SELECT ({expression}\n) AS value FROM {} AS {}", relation.qualified(), quote::name(alias));
     // The expression is configuration: the operator who sets it may run any SQL anyway. It is prepared, not run.
     let prepared = connection.prepare(AssertSqlSafe(select).into_sql_str()).await;
     match prepared {

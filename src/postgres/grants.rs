@@ -81,9 +81,9 @@ fn needed(table: &TableSettings) -> Vec<(String, Vec<&'static str>)> {
     if table.close.columns().is_none() {
         needed[0].1.push("DELETE");
     }
-    for give_back in table.give_back.iter().chain(&table.consume) {
-        needed.push((give_back.items.clone(), vec!["SELECT"]));
-        needed.push((give_back.stock.clone(), vec!["SELECT", "UPDATE"]));
+    for stock in &table.stock {
+        needed.push((stock.items.clone(), vec!["SELECT"]));
+        needed.push((stock.table.clone(), vec!["SELECT", "UPDATE"]));
     }
     for also in &table.also {
         let Some(changed) = predicate::changed_table(&also.sql) else { continue };

@@ -268,8 +268,8 @@ fn with_acceptance(settings: &mut Settings) {
         close: CloseSettings::Set([(text("state"), text("closed"))].into()),
         closing: None,
         pay: None,
-        consume: vec![],
-        give_back: Vec::new(),
+        reopen: None,
+        stock: Vec::new(),
         also: Vec::new(),
         is_built_in: false,
     };

@@ -717,7 +717,6 @@ fn usage_errors_exit_with_2() {
             (&["delay.strategy=database"], &["topology"], "no broker"),
             (&own, &["deadline", "--where", "true", "--in", "5m", "--why", "x"], "default orders table"),
             (&own, &["deadline", "1", "--in", "+5m"], "with a sign"),
-            (&own, &["late", "settle", "1", "--reopen", "--why", "x"], "default table"),
             (&own, &["schedule", "1"], "--in 30m"),
             (&[], &["pause", "--why", "x", kind[0], kind[1]], "nope"),
             (&[], &["resume", kind[0], kind[1]], "nope"),

@@ -43,8 +43,8 @@ pub(crate) fn mapped(settings: &mut Settings, name: &str) {
         close: CloseSettings::Set([(text("state"), text("closed")), (text("closed_at"), text("now"))].into()),
         closing: None,
         pay: None,
-        consume: vec![],
-        give_back: Vec::new(),
+        reopen: None,
+        stock: Vec::new(),
         also: Vec::new(),
         is_built_in: false,
     };

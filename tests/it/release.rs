@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, PgPool};
 use uuid::Uuid;
 
-use crate::adopting::{execute, map, text};
+use crate::adopting::{execute, map, text, without_payments};
 
 const GUIDE: &str = include_str!("../../docs/PAYMENTS.md");
 const HOUR: Duration = Duration::from_secs(3600);
@@ -256,14 +256,6 @@ fn command_releases_for_an_operator() {
     });
 }
 
-/// Its mapping without payments, as for a shop that pays by itself.
-fn without_pay(settings: &mut Settings) {
-    for table in settings.kinds.values_mut().filter_map(|kind| kind.table.as_mut()) {
-        (table.pay, table.closing) = (None, None);
-        table.consume.clear();
-    }
-}
-
 /// Half of the orders are released, by a function or by the command; a worker closes the others at their deadline.
 fn releases(shop: &'static str, has_pay: bool) {
     TestEnv::builder()
@@ -271,7 +263,7 @@ fn releases(shop: &'static str, has_pay: bool) {
             map(settings, shop);
             settings.sweep.grace = Duration::ZERO;
             if !has_pay {
-                without_pay(settings);
+                without_payments(settings);
             }
         })
         .run(async move |env| {

@@ -6,9 +6,7 @@
 use std::sync::Arc;
 
 use axum::extract::State;
-use axum::http::StatusCode;
 use axum::response::Response;
-use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 use tracing::info;
 use utoipa::{IntoParams, ToSchema};
@@ -121,11 +119,7 @@ pub(in crate::http) async fn reopen_order(
     id: i64,
     operator: &Operator,
 ) -> Result<ReopenedOrder, Problem> {
-    if !shared.settings.has_built_in_table(&Kind::ORDER) {
-        let why = "only orders of the default table can be reopened, and the settings name another; settle the payment as due to be given back, or reopen the order yourself";
-        return Err(Problem::new(StatusCode::CONFLICT, why));
-    }
-    let reopened = late_payments::reopen(&shared.sources().await?.database, id, operator).await?;
+    let reopened = late_payments::reopen(&shared.sources().await?.database, &shared.settings, id, operator).await?;
     let Operator { who, why, run } = operator;
     info!(who, why, %run, late_payment = id, order_id = %reopened.order_id, "an order was reopened over HTTP");
     Ok(reopened)

@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 
 use super::{
-    IS_DUE, LEAVES_OPEN, MappingError, NOW, PATH, Parts, StockColumns, among, among_those, as_numbered, ended, ids,
-    literal, name, numbered, setting, step, stock_update,
+    IS_DUE, LEAVES_OPEN, MappingError, NOW, NULL, PATH, Parts, StockColumns, among, among_those, as_numbered, ended,
+    ids, literal, name, numbered, setting, step,
 };
 
 /// A release claims nothing.
@@ -20,7 +20,7 @@ const IS_TO_ASK: &str = "(t.order_id IN (SELECT q.order_id FROM ot_to_ask q)) IS
 const NEW_CLAIM: &str = "DO UPDATE\n        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,\n            claimed_at = excluded.claimed_at, queue = excluded.queue,\n            step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,\n            next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,\n            unresolved_reason = NULL, unresolved_at = NULL";
 
 /// Functions of the default tables that are not rendered (`sql/functions/default_orders.sql`).
-const WRITTEN_FOR_DEFAULT_TABLES: [&str; 4] = ["default_id", "default_order", "default_count", "default_consume"];
+const WRITTEN_FOR_DEFAULT_TABLES: [&str; 3] = ["default_id", "default_order", "default_count"];
 
 /// What the function does that only a kind with `pay` has.
 const COUNT: &str = "count";
@@ -98,6 +98,7 @@ impl Parts<'_> {
         let alias = self.alias();
         let has = columns.iter().map(|(column, value)| match value.as_str() {
             NOW | PATH => format!("{alias}.{} IS NOT NULL", name(column)),
+            NULL => format!("{alias}.{} IS NULL", name(column)),
             value => format!("{alias}.{} = {}", name(column), literal(value)),
         });
         format!("({})", has.collect::<Vec<_>>().join(" AND "))
@@ -227,15 +228,7 @@ impl Parts<'_> {
 
     /// A function of the kind, under its name or that of the default tables.
     pub(super) fn function(&self, what: &str, signature: &str, language: &'static str, body: String) -> KindFunction {
-        KindFunction {
-            name: match self.table.is_built_in {
-                true => format!("default_{what}"),
-                false => format!("kind_{}_{what}", self.words.kind),
-            },
-            signature: signature.to_owned(),
-            language,
-            body,
-        }
+        KindFunction { name: self.function_name(what), signature: signature.to_owned(), language, body }
     }
 
     /// The functions of the kind. Of the built-in mapping those that `sql/functions/default_orders.sql` has not; `setup` creates
@@ -271,6 +264,10 @@ impl Parts<'_> {
                 "plpgsql",
                 self.consume_function()?,
             ));
+            if let Some(reopen) = &self.table.reopen {
+                let signature = "(order_id text, counted bigint) RETURNS TABLE (ot_stock text, ot_key text, ot_wanted text, ot_left text)";
+                functions.push(self.function("reopen", signature, "plpgsql", self.reopen_function(reopen, pay)?));
+            }
         }
         let is_written = |function: &KindFunction| {
             self.table.is_built_in && WRITTEN_FOR_DEFAULT_TABLES.contains(&function.name.as_str())
@@ -289,6 +286,13 @@ impl Parts<'_> {
             return Err(MappingError::new("pay", why));
         }
         Ok(())
+    }
+
+    fn function_name(&self, what: &str) -> String {
+        match self.table.is_built_in {
+            true => format!("default_{what}"),
+            false => format!("kind_{}_{what}", self.words.kind),
+        }
     }
 
     /// The ids of `$1` as the step `ot_asked`.
@@ -332,51 +336,114 @@ impl Parts<'_> {
     }
 
     fn count_function(&self, pay: &BTreeMap<String, String>) -> Result<String, MappingError> {
-        let alias = self.alias();
         Ok(format!(
-            "\n#variable_conflict use_column\nDECLARE\n    ot_is_paid boolean;\nBEGIN\n-- A part payment is counted in received_payments alone.\nIF NOT $3 THEN\n    RETURN true;\nEND IF;\nWITH {},\not_moment AS MATERIALIZED (SELECT clock_timestamp() AS now)\nUPDATE {} AS {alias}\nSET {}\nWHERE {}\nRETURNING coalesce(({}), false) INTO ot_is_paid;\nIF NOT ot_is_paid THEN\n    RAISE 'kinds.{}.table.pay leaves order % unpaid; set there what paid tests', $1;\nEND IF;\nRETURN coalesce(ot_is_paid, false);\nEND",
+            "\n#variable_conflict use_column\nDECLARE\n    ot_is_paid boolean;\nBEGIN\n-- A part payment is counted in received_payments alone.\nIF NOT $3 THEN\n    RETURN true;\nEND IF;\n{}\nRETURN coalesce(ot_is_paid, false);\nEND",
+            self.pay_statements("pay", &self.assignments("pay", pay)?),
+        ))
+    }
+
+    /// Changes the row of the order `$1`, which is paid then, and says in `ot_is_paid` whether it is; NULL if no row was changed.
+    fn pay_statements(&self, setting: &str, set: &str) -> String {
+        let alias = self.alias();
+        format!(
+            "WITH {},\not_moment AS MATERIALIZED (SELECT clock_timestamp() AS now)\nUPDATE {} AS {alias}\nSET {set}\nWHERE {}\nRETURNING coalesce(({}), false) INTO ot_is_paid;\nIF NOT ot_is_paid THEN\n    RAISE 'kinds.{}.table.{setting} leaves order % unpaid; set there what paid tests', $1;\nEND IF;",
             self.asked("SELECT $1::text AS text_id"),
             self.orders(),
-            self.assignments("pay", pay)?,
             among(&self.id_columns(&alias), "ot_asked", "k"),
             ended(&self.table.paid),
             self.words.kind,
-        ))
+        )
     }
 
     /// Each stock in the order of its keys, locked before it is changed, as the close does.
     fn consume_function(&self) -> Result<String, MappingError> {
         let mut body = "\n#variable_conflict use_column\nBEGIN\n".to_owned();
-        for (index, (settings, relations)) in self.table.consume.iter().zip(&self.facts.consume).enumerate() {
-            let (setting, (items, stock)) = (format!("consume[{index}]"), relations);
-            let StockColumns { alias, order, item_key, stock_key } = StockColumns::of(&setting, settings, relations)?;
-            let steps = [
-                self.asked("SELECT DISTINCT unnest($1::text[]) AS text_id"),
-                step(
-                    "ot_items AS MATERIALIZED",
-                    &format!(
-                        "SELECT {}, ({}) AS quantity FROM {} AS {alias} WHERE {}",
-                        as_numbered(&item_key, "s"),
-                        ended(&settings.quantity),
-                        items.qualified(),
-                        among(&order, "ot_asked", "k")
-                    ),
-                ),
-                step(
-                    "ot_stock AS MATERIALIZED",
-                    &format!(
-                        "SELECT {} FROM {} AS s WHERE {} ORDER BY {} FOR NO KEY UPDATE OF s",
-                        as_numbered(&stock_key, "s"),
-                        stock.qualified(),
-                        among(&stock_key, "ot_items", "s"),
-                        stock_key.join(", ")
-                    ),
-                ),
-            ];
+        for (index, settings) in self.table.stock.iter().enumerate().filter(|(_, stock)| !stock.consume.is_empty()) {
+            let steps = self.locked_stock(index, "SELECT DISTINCT unnest($1::text[]) AS text_id", "")?;
             let items = "ot_items i WHERE (SELECT count(*) FROM ot_stock) >= 0";
-            let update = stock_update(&setting, settings, stock, items)?;
-            body += &format!("WITH {}\n{update};\n", steps.join(",\n"));
+            let update = self.stock_update(index, "consume", &settings.consume, items)?;
+            body += &format!("WITH {steps}\n{update};\n");
         }
         Ok(body + "END")
+    }
+
+    /// Pays a closed order that is locked, after it has taken again what its close gave back; or returns what lacks, and has
+    /// changed nothing. All its stock is locked first, in the order of the list, as the close and a payment do.
+    fn reopen_function(
+        &self,
+        reopen: &BTreeMap<String, String>,
+        pay: &BTreeMap<String, String>,
+    ) -> Result<String, MappingError> {
+        let asked = "SELECT $1::text AS text_id";
+        let (mut locks, mut takes) = (String::new(), String::new());
+        for (index, settings) in self.table.stock.iter().enumerate() {
+            let Some(left) = &settings.left else {
+                locks += &format!(
+                    "PERFORM FROM (WITH {}\nSELECT FROM ot_stock) AS s;\n",
+                    self.locked_stock(index, asked, "")?
+                );
+                continue;
+            };
+            let keys = numbered("l.s", settings.stock_key.0.len());
+            let of_item = numbered("i.s", keys.len());
+            locks += &format!(
+                "RETURN QUERY WITH {}\nSELECT {}, {}, sum(i.quantity)::text, l.ot_left::text\nFROM ot_items i JOIN ot_stock l ON ({}) = ({})\nGROUP BY {keys}, l.ot_left HAVING sum(i.quantity) > l.ot_left\nORDER BY {keys};\not_lacks := ot_lacks OR FOUND;\n",
+                self.locked_stock(index, asked, &format!(", ({}) AS ot_left", ended(left)))?,
+                literal(&settings.table),
+                ids::print(&keys),
+                of_item.join(", "),
+                keys.join(", "),
+                keys = keys.join(", "),
+            );
+            let update = self.stock_update(index, "take", &settings.take, "ot_items i")?;
+            takes += &format!("WITH {}\n{update};\n", self.items_of(index, asked)?);
+        }
+        let further = reopen.iter().filter(|(column, _)| !pay.contains_key(*column));
+        let further = further.map(|(column, value)| (column.clone(), value.clone())).collect();
+        let counted = self.facts.counted.map(|column| format!("{} = $2", name(column)));
+        let set = [Some(self.assignments("reopen", &further)?), Some(self.assignments("pay", pay)?), counted];
+        let set: Vec<String> = set.into_iter().flatten().filter(|set| !set.is_empty()).collect();
+        Ok(format!(
+            "\n#variable_conflict use_column\nDECLARE\n    ot_is_paid boolean;\n    ot_lacks boolean := false;\nBEGIN\n{locks}IF ot_lacks THEN\n    RETURN;\nEND IF;\n{takes}{}\nIF ot_is_paid IS NULL THEN\n    RAISE 'a trigger keeps order % closed; let it return NEW', $1;\nEND IF;\nPERFORM {}(ARRAY[$1]);\nEND",
+            self.pay_statements("reopen", &set.join(", ")),
+            self.function_name("consume"),
+        ))
+    }
+
+    /// The steps `ot_asked` and `ot_items`: items of these orders, with the columns `s1, s2` and `quantity`.
+    fn items_of(&self, index: usize, texts: &str) -> Result<String, MappingError> {
+        let (settings, (items, _)) = (&self.table.stock[index], &self.facts.stock[index]);
+        let StockColumns { alias, order, item_key, .. } = self.stock_columns(index)?;
+        let items = step(
+            "ot_items AS MATERIALIZED",
+            &format!(
+                "SELECT {}, ({}) AS quantity FROM {} AS {alias} WHERE {}",
+                as_numbered(&item_key, "s"),
+                ended(&settings.quantity),
+                items.qualified(),
+                among(&order, "ot_asked", "k")
+            ),
+        );
+        Ok([self.asked(texts), items].join(",\n"))
+    }
+
+    /// The same and `ot_stock`: the stock rows of these items, locked in the order of their keys, `s1, s2`. `further` columns
+    /// are read behind the lock.
+    fn locked_stock(&self, index: usize, texts: &str, further: &str) -> Result<String, MappingError> {
+        let (_, stock) = &self.facts.stock[index];
+        let StockColumns { stock_key, .. } = self.stock_columns(index)?;
+        let columns: Vec<String> =
+            self.table.stock[index].stock_key.0.iter().map(|column| format!("stock.{}", name(column))).collect();
+        let locked = step(
+            "ot_stock AS MATERIALIZED",
+            &format!(
+                "SELECT {}{further} FROM (\n        SELECT s.* FROM {} AS s WHERE {} ORDER BY {} FOR NO KEY UPDATE OF s\n    ) AS stock",
+                as_numbered(&columns, "s"),
+                stock.qualified(),
+                among(&stock_key, "ot_items", "s"),
+                stock_key.join(", ")
+            ),
+        );
+        Ok([self.items_of(index, texts)?, locked].join(",\n"))
     }
 }

@@ -36,7 +36,7 @@ pub struct Questions {
     /// `orders` bigint, `amount_minor` bigint, `without_amount` bigint.
     pub due_minutes: String,
     /// The stock that those orders reserve, with the same parameters: `minute` bigint, `units` bigint. `None` if no
-    /// `give_back` says.
+    /// stock is named.
     pub units_by_minute: Option<String>,
     /// The open orders that a condition of the operator chooses, which stands between these two: `order_id` text, `deadline`
     /// timestamptz or NULL, by (deadline, id). `$1` uuid: a run; those that it has moved are left out.
@@ -47,7 +47,7 @@ pub struct Questions {
     pub why_no_money: Option<String>,
 }
 
-/// The first `give_back`, which is the stock that operators are told of.
+/// The first entry of `stock`, of which operators are told.
 struct Reserved {
     /// `table AS alias`
     items: String,
@@ -77,14 +77,14 @@ impl<'a> Parts<'a> {
     }
 
     fn reserved(&self) -> Result<Option<Reserved>, MappingError> {
-        let (Some(settings), Some((items, _))) = (self.table.give_back.first(), self.facts.give_back.first()) else {
+        let (Some(settings), Some((items, _))) = (self.table.stock.first(), self.facts.stock.first()) else {
             return Ok(None);
         };
         let alias = name(&items.name);
         Ok(Some(Reserved {
             items: format!("{} AS {alias}", items.qualified()),
-            order: require_all(items, &alias, &settings.order.0, "give_back[0].order")?,
-            key: require_all(items, &alias, &settings.key.0, "give_back[0].key")?,
+            order: require_all(items, &alias, &settings.order.0, "stock[0].order")?,
+            key: require_all(items, &alias, &settings.key.0, "stock[0].key")?,
             quantity: ended(&settings.quantity),
         }))
     }

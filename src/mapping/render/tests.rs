@@ -45,7 +45,7 @@ fn facts(shop: &str) -> Facts {
                 &[("id", "int8"), ("status", "int2"), ("create_time", "timestamp"), ("modify_time", "timestamp")],
             ),
             deadline_type: "TIMESTAMP".into(),
-            give_back: vec![(
+            stock: vec![(
                 relation(
                     "public",
                     "oms_order_item",
@@ -59,7 +59,6 @@ fn facts(shop: &str) -> Facts {
                     &[("id", "int8"), ("stock", "int4"), ("lock_stock", "int4")],
                 ),
             )],
-            consume: vec![],
             keeps_stock: false,
             status: None,
             counted: None,
@@ -78,7 +77,7 @@ fn facts(shop: &str) -> Facts {
                 ],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
-            give_back: vec![(
+            stock: vec![(
                 relation(
                     "medusa",
                     "reservation_item",
@@ -97,7 +96,6 @@ fn facts(shop: &str) -> Facts {
                     &[("inventory_item_id", "text"), ("location_id", "text"), ("reserved_quantity", "numeric")],
                 ),
             )],
-            consume: vec![],
             keeps_stock: false,
             status: None,
             counted: None,
@@ -111,11 +109,10 @@ fn facts(shop: &str) -> Facts {
                 &[("tenant", "text"), ("number", "int8"), ("state", "text"), ("closed_at", "timestamptz")],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
-            give_back: vec![(
+            stock: vec![(
                 relation("platform", "order_lines", Table, &[("tenant", "text"), ("number", "int8"), ("sku", "text")]),
                 relation("platform", "stock", Table, &[("tenant", "text"), ("sku", "text"), ("reserved", "int4")]),
             )],
-            consume: vec![],
             keeps_stock: false,
             status: None,
             counted: None,
@@ -129,11 +126,10 @@ fn facts(shop: &str) -> Facts {
                 &[("id", "uuid"), ("status", "text"), ("expires_at", "timestamptz")],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
-            give_back: vec![(
+            stock: vec![(
                 relation("sales", "items", Table, &[("order_id", "uuid"), ("article", "text"), ("quantity", "int4")]),
                 relation("sales", "stock", Table, &[("article", "text"), ("on_hand", "int4"), ("reserved", "int4")]),
             )],
-            consume: vec![],
             keeps_stock: false,
             status: None,
             counted: None,
@@ -216,8 +212,8 @@ fn path_is_a_text_where_an_order_is_paid() {
 #[test]
 fn views_cannot_be_locked() {
     let (table, mut facts) = (table("mall"), facts("mall"));
-    facts.give_back[0].1.kind = RelationKind::View;
-    assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "give_back[0].stock");
+    facts.stock[0].1.kind = RelationKind::View;
+    assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "stock[0].table");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use order_timeout_core::order::{SweepPage, SweepPlace, SweepReach};
 use serde::Serialize;
 
 use super::dry_close::{self, DryClose, StockChange};
-use super::dry_payment::{self, DryPayment};
+use super::dry_payment::{self, DryPayment, DryReopening};
 use super::{Finding, Level};
 use crate::config::Settings;
 use crate::config::kinds::{OrdersOf, TableSettings, key_of};
@@ -144,6 +144,7 @@ impl Check<'_> {
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
             if functions.is_ok() && KindFunction::pay(&statements.functions) {
                 self.dry_payment(database, &closer, &sweeper, facts.as_ref()).await;
+                self.dry_reopening(database, &closer, &sweeper, facts.as_ref()).await;
             }
             let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
             self.backlog(database, &sweeper, &orders).await?;
@@ -178,9 +179,9 @@ impl Check<'_> {
                 let facts = catalog::facts(connection, table).await?;
                 let orders = survey::survey(connection, "table", &table.table).await?;
                 let mut others = Vec::new();
-                for (settings, (items, stock)) in table.give_back.iter().zip(&facts.give_back) {
+                for (settings, (items, stock)) in table.stock.iter().zip(&facts.stock) {
                     let items = survey::survey(connection, "items", &items.qualified()).await?;
-                    others.push((settings, items, survey::survey(connection, "stock", &stock.qualified()).await?));
+                    others.push((settings, items, survey::survey(connection, "table", &stock.qualified()).await?));
                 }
                 Ok::<_, catalog::CatalogError>((facts, orders, others))
             };
@@ -193,7 +194,7 @@ impl Check<'_> {
         })?;
         self.orders_table(table, &orders);
         for (index, (settings, items, stock)) in others.iter().enumerate() {
-            let key = |name: &str| format!("give_back[{index}].{name}");
+            let key = |name: &str| format!("stock[{index}].{name}");
             if [RelationKind::View, RelationKind::ForeignTable].contains(&items.relation.kind) {
                 let view = items.relation.qualified();
                 let why = format!(
@@ -205,7 +206,7 @@ impl Check<'_> {
             }
             let is_partitioned = stock.relation.kind == RelationKind::PartitionedTable;
             self.require_index(&key("stock_key"), stock, &settings.stock_key.0, !is_partitioned);
-            self.triggers(&key("stock"), stock);
+            self.triggers(&key("table"), stock);
         }
         Ok(Some(facts))
     }
@@ -393,13 +394,13 @@ impl Check<'_> {
                 format!("the statement {rows} for the {closed} orders that were closed, and was rolled back");
             self.add(level, &format!("also[{index}].sql"), sentence);
         }
-        for (index, change) in stock.into_iter().enumerate().filter(|_| closed > 0) {
-            self.stock(&format!("give_back[{index}].set"), &change, "given back", closed == tried);
+        for (index, change) in stock.into_iter().filter(|_| closed > 0) {
+            self.stock(&format!("stock[{index}].give_back"), &change, "given back", closed == tried);
         }
         Ok(())
     }
 
-    /// `has_all`: every order that needs one of the rows was closed or paid.
+    /// `has_all`: every order that needs one of the rows was closed, paid or reopened.
     fn stock(&mut self, key: &str, change: &StockChange, verb: &str, has_all: bool) {
         let (stock, needed, changed) = (&change.stock, change.needed, change.changed);
         let example = change
@@ -408,7 +409,7 @@ impl Check<'_> {
             .map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
         let shared = if change.is_shared { "; two of the orders have the same one" } else { "" };
         if changed < needed && has_all {
-            self.wrong(key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
+            self.wrong(key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were {verb}; check it, key and stock_key, and that the items are still there"));
         } else {
             self.proven(
                 key,
@@ -459,8 +460,43 @@ impl Check<'_> {
         if paid > 0 {
             self.proven("pay", format!("{claimed} of {tried} overdue orders with an attempt to pay were claimed, {paid} of them paid by payment_received, and all rolled back"));
         }
-        for (index, change) in stock.iter().enumerate().filter(|_| paid > 0) {
-            self.stock(&format!("consume[{index}].set"), change, "consumed", paid == tried);
+        for (index, change) in stock.iter().filter(|_| paid > 0) {
+            self.stock(&format!("stock[{index}].consume"), change, "consumed", paid == tried);
+        }
+    }
+
+    /// How closed orders are reopened.
+    async fn dry_reopening(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper, facts: Option<&Facts>) {
+        let mapped = self.settings.table_of(self.kind).zip(facts);
+        let Some((table, facts)) = mapped.filter(|(table, _)| table.reopen.is_some()) else { return };
+        let ((close, parameters), overdue) = (closer.statement(), sweeper.statement());
+        let mapping = (self.kind, table, facts);
+        let run = database
+            .run(async |connection| dry_payment::reopen(connection, (&close, parameters), &overdue, mapping).await);
+        let DryReopening { tried, closed, reopened, refused, stock } = match run.await {
+            Ok(dry) => dry,
+            Err(error) => {
+                let why = format!("no order could be reopened: {}; repeat the check", one_line(&error));
+                return self.note("reopen", why);
+            }
+        };
+        let fault = |(id, why)| {
+            let fix =
+                "correct what reopen and take write and what left says, or the trigger or constraint that refuses it";
+            ("reopen", id, format!("cannot be reopened right after its close: {why}; {fix}"))
+        };
+        self.each_fault_once(refused.into_iter().map(fault).collect());
+        if reopened > 0 {
+            self.proven("reopen", format!("{reopened} of {closed} closed orders were reopened, paid and rolled back"));
+        }
+        for (index, change) in stock.iter().filter(|_| reopened > 0) {
+            self.stock(&format!("stock[{index}].take"), change, "taken again", reopened == tried);
+        }
+        if !table.also.is_empty() {
+            self.note(
+                "reopen",
+                "undoes nothing that a statement of also has written; let a trigger of the table do that",
+            );
         }
     }
 
@@ -537,6 +573,6 @@ fn why_refused(error: &str) -> String {
         ""
     };
     format!(
-        "cannot be closed: {error}; correct the trigger or constraint that refuses it, or what close and set write{path}"
+        "cannot be closed: {error}; correct the trigger or constraint that refuses it, or what close and give_back write{path}"
     )
 }

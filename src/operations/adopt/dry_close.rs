@@ -6,7 +6,7 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row, SqlStr};
 
-use crate::config::kinds::{AlsoSettings, GiveBackSettings, TableSettings};
+use crate::config::kinds::{AlsoSettings, StockSettings, TableSettings};
 use crate::effects::close::with_arguments;
 use crate::effects::sweep::read_row;
 use crate::mapping::{Facts, Relation, ids, predicate, quote};
@@ -26,8 +26,8 @@ pub struct DryClose {
     pub outcomes: Vec<(String, Result<String, String>)>,
     /// Those that the overdue statement found again after they were closed.
     pub found_again: Vec<String>,
-    /// For each `give_back`: stock rows that the closed orders need, and how many of them changed.
-    pub stock: Vec<StockChange>,
+    /// For each `give_back`, by the place of its stock: rows that the closed orders need, and how many of them changed.
+    pub stock: Vec<(usize, StockChange)>,
     /// For each `also`: the rows that it changed in the table that it names; `None` for a SELECT.
     pub also: Vec<Option<i64>>,
 }
@@ -60,11 +60,9 @@ pub async fn run(
     if tried.is_empty() {
         return Ok(dry);
     }
-    let give_back =
-        mapping.map_or_else(Vec::new, |(table, facts)| table.give_back.iter().zip(&facts.give_back).collect());
     let mut before = Vec::new();
-    for (settings, relations) in &give_back {
-        before.push(needed_stock(&mut transaction, settings, relations, &tried).await?);
+    if let Some((table, facts)) = mapping {
+        before = needed_stock(&mut transaction, table, facts, |stock| !stock.give_back.is_empty(), &tried).await?;
     }
     let alsos = mapping.map_or(&[][..], |(table, _)| table.also.as_slice());
     let changed_before = changed_rows(&mut transaction, alsos).await?;
@@ -73,9 +71,7 @@ pub async fn run(
     let is_closed = |outcome: &Result<String, String>| outcome.as_deref() == Ok("closed");
     let closed = |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && is_closed(outcome));
     dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
-    for ((settings, (_, stock)), before) in give_back.into_iter().zip(before) {
-        dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
-    }
+    dry.stock = compare(&mut transaction, before).await?;
     let changed = changed_rows(&mut transaction, alsos).await?;
     dry.also = changed.into_iter().zip(changed_before).map(|(now, before)| Some(now? - before?)).collect();
     transaction.rollback().await?;
@@ -157,8 +153,24 @@ async fn close_all(
     rows.iter().map(|row| Ok((row.try_get("order_id")?, row.try_get("outcome")?))).collect()
 }
 
+/// An entry of `stock`, and its rows that the tried orders need.
+pub(super) struct NeededStock<'a> {
+    /// Its place in the list.
+    index: usize,
+    settings: &'a StockSettings,
+    stock: &'a Relation,
+    rows: Vec<StockRow>,
+}
+
+impl NeededStock<'_> {
+    /// How many rows.
+    pub(super) fn len(&self) -> usize {
+        self.rows.len()
+    }
+}
+
 /// A stock row that the tried orders need.
-pub(super) struct StockRow {
+struct StockRow {
     /// The values of its key, as text.
     key: Vec<String>,
     row: String,
@@ -166,10 +178,26 @@ pub(super) struct StockRow {
     orders: i64,
 }
 
-/// The stock rows that these orders need.
-pub(super) async fn needed_stock(
+/// The stock that these orders need, of the entries that are wanted.
+pub(super) async fn needed_stock<'a>(
     connection: &mut PgConnection,
-    settings: &GiveBackSettings,
+    table: &'a TableSettings,
+    facts: &'a Facts,
+    is_wanted: impl Fn(&StockSettings) -> bool,
+    ids: &[String],
+) -> Result<Vec<NeededStock<'a>>, sqlx::Error> {
+    let mut needed = Vec::new();
+    let entries = table.stock.iter().zip(&facts.stock).enumerate().filter(|(_, (settings, _))| is_wanted(settings));
+    for (index, (settings, relations)) in entries {
+        let rows = needed_rows(connection, settings, relations, ids).await?;
+        needed.push(NeededStock { index, settings, stock: &relations.1, rows });
+    }
+    Ok(needed)
+}
+
+async fn needed_rows(
+    connection: &mut PgConnection,
+    settings: &StockSettings,
     (items, stock): &(Relation, Relation),
     ids: &[String],
 ) -> Result<Vec<StockRow>, sqlx::Error> {
@@ -209,13 +237,40 @@ pub(super) async fn needed_stock(
     Ok(rows.into_iter().map(|(key, row, orders)| StockRow { key, row, orders }).collect())
 }
 
-/// Which of these stock rows have changed.
+/// Which of these stock rows have changed, by the places of their entries.
 pub(super) async fn compare(
     connection: &mut PgConnection,
-    settings: &GiveBackSettings,
+    before: Vec<NeededStock<'_>>,
+) -> Result<Vec<(usize, StockChange)>, sqlx::Error> {
+    let mut compared = Vec::new();
+    for NeededStock { index, settings, stock, rows } in before {
+        let after = rows_now(connection, settings, stock, &rows).await?;
+        let changed: Vec<(String, String)> = rows
+            .iter()
+            .filter_map(|row| {
+                let (_, now) = after.iter().find(|(key, _)| *key == row.key)?;
+                (*now != row.row).then(|| (row.row.clone(), now.clone()))
+            })
+            .collect();
+        let change = StockChange {
+            stock: settings.table.clone(),
+            needed: rows.len(),
+            changed: changed.len(),
+            is_shared: rows.iter().any(|row| row.orders > 1),
+            examples: changed.into_iter().take(EXAMPLES).collect(),
+        };
+        compared.push((index, change));
+    }
+    Ok(compared)
+}
+
+/// The keys and values of these rows as they are now.
+async fn rows_now(
+    connection: &mut PgConnection,
+    settings: &StockSettings,
     stock: &Relation,
-    before: Vec<StockRow>,
-) -> Result<StockChange, sqlx::Error> {
+    before: &[StockRow],
+) -> Result<Vec<(Vec<String>, String)>, sqlx::Error> {
     let columns: Vec<&String> = settings.stock_key.0.iter().collect();
     let keys: Vec<String> = columns.iter().map(|name| format!("s.{}", quote::name(name))).collect();
     let casts: Vec<String> = (1..)
@@ -238,19 +293,5 @@ pub(super) async fn compare(
     for place in 0..columns.len() {
         query = query.bind(before.iter().map(|row| row.key[place].clone()).collect::<Vec<_>>());
     }
-    let after: Vec<(Vec<String>, String)> = query.fetch_all(connection).await?;
-    let changed: Vec<(String, String)> = before
-        .iter()
-        .filter_map(|row| {
-            let (_, now) = after.iter().find(|(key, _)| *key == row.key)?;
-            (*now != row.row).then(|| (row.row.clone(), now.clone()))
-        })
-        .collect();
-    Ok(StockChange {
-        stock: settings.stock.clone(),
-        needed: before.len(),
-        changed: changed.len(),
-        is_shared: before.iter().any(|row| row.orders > 1),
-        examples: changed.into_iter().take(EXAMPLES).collect(),
-    })
+    query.fetch_all(connection).await
 }

@@ -1,5 +1,5 @@
 //! Pays up to ten overdue orders in a transaction that is rolled back: each gets an attempt that may bring money, is claimed
-//! by the close, and is paid as a callback would pay it.
+//! by the close, and is paid as a callback would pay it. In another, they are closed and reopened.
 //!
 //! Uses the statements and functions in effect. Holds its locks for the time of one batch; asks no provider.
 
@@ -7,8 +7,9 @@ use order_timeout_core::kind::Kind;
 use sqlx::{Connection, PgConnection, Row, SqlStr};
 
 use super::dry_close::{StockChange, TRIED, close_tried, compare, needed_stock, overdue_ids};
-use crate::config::kinds::TableSettings;
+use crate::config::kinds::{StockSettings, TableSettings};
 use crate::mapping::Facts;
+use crate::operations::late_payments::{all, take_and_pay};
 use crate::postgres::{ErrorClass, classify, one_line};
 
 /// The provider of the attempts, which no settings need to have: it is not asked.
@@ -29,8 +30,23 @@ pub struct DryPayment {
     pub paid: usize,
     /// What a payment of others was answered; an error's sentence where it failed.
     pub unpaid: Vec<(String, Result<String, String>)>,
-    /// For each `consume`: stock rows that the paid orders need, and how many of them changed.
-    pub stock: Vec<StockChange>,
+    /// For each `consume`, by the place of its stock: rows that the paid orders need, and how many of them changed.
+    pub stock: Vec<(usize, StockChange)>,
+}
+
+/// What reopening closed orders has shown.
+#[derive(Debug, Default)]
+pub struct DryReopening {
+    /// How many orders were tried, and closed.
+    pub tried: usize,
+    pub closed: usize,
+    /// How many of them were reopened.
+    pub reopened: usize,
+    /// Why others were not.
+    pub refused: Vec<(String, String)>,
+    /// For each `take`, by the place of its stock: rows that the orders need, and how many of them their items name after the
+    /// close. Whether they change is not asked: what is taken may be consumed at once.
+    pub stock: Vec<(usize, StockChange)>,
 }
 
 /// Runs it.
@@ -44,9 +60,7 @@ pub async fn run(
     (kind, table, facts): (&Kind, &TableSettings, &Facts),
 ) -> Result<DryPayment, sqlx::Error> {
     let mut transaction = connection.begin().await?;
-    // Payments of several orders lock stock out of order. This session gives up before Postgres ends one of two sessions that
-    // wait for each other, which could be a customer's.
-    sqlx::raw_sql("SET LOCAL lock_timeout = '100ms'").execute(&mut *transaction).await?;
+    wait_briefly(&mut transaction).await?;
     let tried = overdue_ids(&mut transaction, overdue, TRIED).await?;
     let mut dry = DryPayment { tried: tried.len(), ..DryPayment::default() };
     begin_attempts(&mut transaction, kind, &tried).await?;
@@ -61,10 +75,7 @@ pub async fn run(
     dry.claimed = claimed.len();
     let found = overdue_ids(&mut transaction, overdue, TRIED * 2).await?;
     dry.found_again = found.into_iter().filter(|id| claimed.contains(id)).collect();
-    let mut before = Vec::new();
-    for (settings, relations) in table.consume.iter().zip(&facts.consume) {
-        before.push(needed_stock(&mut transaction, settings, relations, &claimed).await?);
-    }
+    let before = needed_stock(&mut transaction, table, facts, |stock| !stock.consume.is_empty(), &claimed).await?;
     for id in claimed {
         match pay(&mut transaction, kind, &id).await? {
             Ok(outcome) if outcome == "paid" => dry.paid += 1,
@@ -72,11 +83,72 @@ pub async fn run(
             answer => dry.unpaid.push((id, answer.map_err(|error| one_line(&error)))),
         }
     }
-    for ((settings, (_, stock)), before) in table.consume.iter().zip(&facts.consume).zip(before) {
-        dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
+    dry.stock = compare(&mut transaction, before).await?;
+    transaction.rollback().await?;
+    Ok(dry)
+}
+
+/// Reopens orders that were closed in the same transaction, as late money does.
+///
+/// # Errors
+/// sqlx's, if the overdue statement fails or the database does not answer.
+pub async fn reopen(
+    connection: &mut PgConnection,
+    close: (&SqlStr, usize),
+    overdue: &SqlStr,
+    (kind, table, facts): (&Kind, &TableSettings, &Facts),
+) -> Result<DryReopening, sqlx::Error> {
+    let (mut transaction, mut dry) = (connection.begin().await?, DryReopening::default());
+    wait_briefly(&mut transaction).await?;
+    let tried = overdue_ids(&mut transaction, overdue, TRIED).await?;
+    let takes = |stock: &StockSettings| !stock.take.is_empty();
+    let needed = needed_stock(&mut transaction, table, facts, takes, &tried).await?;
+    let closed: Vec<String> = close_tried(&mut transaction, close, &tried)
+        .await
+        .into_iter()
+        .filter(|(_, said)| said.as_deref().is_ok_and(|word| word == "closed"))
+        .map(|(id, _)| id)
+        .collect();
+    (dry.tried, dry.closed) = (tried.len(), closed.len());
+    // Again, because a close may take items away, and with them what says what is taken.
+    let found = needed_stock(&mut transaction, table, facts, takes, &tried).await?;
+    for id in closed {
+        match reopen_one(&mut transaction, kind, &id).await? {
+            Ok(None) => dry.reopened += 1,
+            Ok(Some(why)) => dry.refused.push((id, why)),
+            Err(error) if is_held(&error) => {}
+            Err(error) => dry.refused.push((id, one_line(&error))),
+        }
+    }
+    dry.stock = compare(&mut transaction, found).await?;
+    for ((_, change), needed) in dry.stock.iter_mut().zip(&needed) {
+        (change.needed, change.changed) = (needed.len(), change.needed);
     }
     transaction.rollback().await?;
     Ok(dry)
+}
+
+/// Why the order cannot be reopened, or the error with which it fails; then the transaction is as before.
+async fn reopen_one(
+    connection: &mut PgConnection,
+    kind: &Kind,
+    id: &str,
+) -> Result<Result<Option<String>, sqlx::Error>, sqlx::Error> {
+    let mut savepoint = connection.begin().await?;
+    // What mapped orders count is not in their rows.
+    match take_and_pay(&mut savepoint, kind.as_str(), id, 0).await {
+        Ok(lacks) => {
+            savepoint.commit().await?;
+            Ok(Ok((!lacks.is_empty()).then(|| all(&lacks))))
+        }
+        Err(error) => savepoint.rollback().await.map(|()| Err(error)),
+    }
+}
+
+/// Payments of several orders lock stock out of order. This session gives up before Postgres ends one of two sessions that wait
+/// for each other, which could be a customer's.
+async fn wait_briefly(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
+    sqlx::raw_sql("SET LOCAL lock_timeout = '100ms'").execute(connection).await.map(drop)
 }
 
 async fn begin_attempts(connection: &mut PgConnection, kind: &Kind, ids: &[String]) -> Result<(), sqlx::Error> {

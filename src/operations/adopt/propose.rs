@@ -503,6 +503,9 @@ impl Draft {
         set.extend(self.time_like(PAID_AT).map(|name| format!("{} = \"now\"", toml_key(name))));
         lines.push("# What a paid order's row says, so that payment_received pays it and its provider is asked before the close (docs/PAYMENTS.md).".into());
         lines.push(format!("# pay = {{ {} }}", set.join(", ")));
+        let forgets = self.time_like(CLOSED_AT).map(|name| format!(" {} = \"null\" ", toml_key(name)));
+        lines.push("# What a closed order's row gets besides when late money pays it; without it such money only goes back. It needs pay, and take of each stock.".into());
+        lines.push(format!("# reopen = {{{}}}", forgets.unwrap_or_default()));
     }
 
     /// The first column of a time with such a name, except the deadline.
@@ -522,53 +525,59 @@ impl Reservation {
         let items = format!("{}.{}", self.items.schema, self.items.name);
         let Some(Stock { key, relation: stock, taken, free, status }) = &self.stock else {
             lines.push(format!(
-                "\n# {items} has items of orders; if they reserve stock, add [[kinds.{kind}.table.give_back]] for it."
+                "\n# {items} has items of orders; if they reserve stock, add [[kinds.{kind}.table.stock]] for it."
             ));
             return;
         };
         let quantity = self.quantity.as_deref().map_or_else(|| "1".to_owned(), column);
-        let mut set = Vec::new();
-        let change = |name: &str, sign: char| {
-            let own = if name == "quantity" { "stock.quantity".to_owned() } else { column(name) };
-            format!("{} = {}", toml_key(name), toml(&format!("{own} {sign} quantity")))
-        };
-        set.extend(taken.as_ref().map(|name| change(name, '-')));
-        // Beside a column of what is taken, one of what is there may not change until an order is shipped.
-        let free = free.as_ref().map(|name| change(name, '+'));
-        let is_asked = !set.is_empty();
-        set.extend(free.clone().filter(|_| !is_asked));
+        let own = |name: &str| if name == "quantity" { "stock.quantity".to_owned() } else { column(name) };
+        let change =
+            |name: &str, sign| format!("{} = {}", toml_key(name), toml(&format!("{} {sign} quantity", own(name))));
         lines.push(format!(
             "\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?",
             key.target
         ));
-        let consumed = taken.as_ref().map(|name| change(name, '-'));
-        let items = [
+        lines.push(format!("[[kinds.{kind}.table.stock]]"));
+        lines.extend([
             format!("items = {}", toml(&items)),
             format!("order = {}", toml_list(&self.order)),
             format!("key = {}", toml_list(&key.columns)),
             format!("quantity = {}", toml(&quantity)),
-            format!("stock = {}", toml(&format!("{}.{}", stock.schema, stock.name))),
+            format!("table = {}", toml(&format!("{}.{}", stock.schema, stock.name))),
             format!("stock_key = {}", toml_list(&key.target_columns)),
-        ];
-        lines.push(format!("[[kinds.{kind}.table.give_back]]"));
-        lines.extend(items.clone());
+        ]);
         if self.order.len() != id_columns {
             lines.push("# The foreign key has another number of columns than the id: name as many.".into());
         }
-        if let Some(change) = free.filter(|_| is_asked) {
-            lines.push(format!("# Is it reduced when an order is placed? Then add {change} as well."));
+        // Beside a column of what is taken, one of what is there may not change until an order is shipped.
+        if let Some((free, _)) = free.as_ref().zip(taken.as_ref()) {
+            let further = change(free, '+');
+            lines.push(format!(
+                "# Is {free} reduced when an order is placed? Then add {further} as well, and the reverse to take."
+            ));
         }
         if let Some(status) = status {
             let seen: Vec<&str> = status.values.iter().map(|(value, _)| value.as_str()).collect();
             lines.push(format!("# Which of its values is a free one: {}?", sanitize::one_line(&seen.join(", "))));
-            set.push(format!("{} = \"?\"", toml_key(&status.column)));
+            lines.push(format!("give_back = {{ {} = \"?\" }}", toml_key(&status.column)));
         }
-        lines.push(format!("set = {{ {} }}", set.join(", ")));
-        if let Some(consumed) = consumed {
-            lines.push("\n# With pay: is this how a payment consumes what was reserved?".into());
-            lines.push(format!("# [[kinds.{kind}.table.consume]]"));
-            lines.extend(items.iter().map(|line| format!("# {line}")));
-            lines.push(format!("# set = {{ {consumed} }}"));
+        // What changes when an order is placed, and in which direction a close undoes it.
+        let changed =
+            taken.as_ref().map(|name| (name, '-', '+')).or_else(|| free.as_ref().map(|name| (name, '+', '-')));
+        if let Some((name, back, again)) = changed {
+            lines.push(format!("give_back = {{ {} }}", change(name, back)));
+            if taken.is_some() {
+                lines.push("# With pay: is this how a payment consumes what was reserved?".into());
+                lines.push(format!("# consume = {{ {} }}", change(name, '-')));
+            }
+            let left = match (taken, free) {
+                (Some(taken), Some(free)) => format!("{} - {}", own(free), own(taken)),
+                (None, Some(free)) => own(free),
+                (_, None) => "?".to_owned(),
+            };
+            lines.push("# With reopen: is this how a closed order reserves it again, and how many are left?".into());
+            lines.push(format!("# take = {{ {} }}", change(name, again)));
+            lines.push(format!("# left = {}", toml(&left)));
         }
         let columns: Vec<String> = self.order.iter().map(|name| column(name)).collect();
         let columns = columns.join(", ");

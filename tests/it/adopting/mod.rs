@@ -34,6 +34,18 @@ pub fn map(settings: &mut Settings, shop: &str) {
     settings.kinds = Settings::load(Some(&fixture(shop, "order-timeout.toml")), &[]).expect("a valid mapping").kinds;
 }
 
+/// Leaves payments out of the mappings: the shop pays by itself.
+pub fn without_payments(settings: &mut Settings) {
+    for table in settings.kinds.values_mut().filter_map(|kind| kind.table.as_mut()) {
+        (table.pay, table.closing, table.reopen) = (None, None, None);
+        for stock in &mut table.stock {
+            stock.consume.clear();
+            stock.take.clear();
+            stock.left = None;
+        }
+    }
+}
+
 pub async fn execute(env: &TestEnv, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
 }

@@ -56,7 +56,11 @@ async fn checked(env: &TestEnv, mapping: &str) -> Vec<Finding> {
     check::check(&database, &settings, &Kind::ORDER).await.unwrap().findings
 }
 
-/// The proposed `pay` and `consume` are comments, and right once a shop has taken them over.
+/// A close that takes the items away, without which nothing can be taken again.
+const WITHOUT_ITEMS: &str = "left = \"size - booked\"\n\n[[kinds.order.table.also]]
+sql = \"DELETE FROM tickets.pretixbase_orderposition WHERE order_id IN (SELECT id FROM closed)\"\n";
+
+/// What is proposed for payments are comments, and right once a shop has taken them over.
 #[test]
 fn proposal_for_payments_can_be_used() {
     TestEnv::builder().without_broker().run(async |env| {
@@ -73,10 +77,15 @@ fn proposal_for_payments_can_be_used() {
         let database = Database::connect(&env.settings.database, 2).await.unwrap();
         let table = Some("tickets.pretixbase_order");
         let proposed = propose::propose(&database, &Kind::ORDER, table).await.unwrap().toml;
-        let (mapping, consume) = proposed.split_once("\n# With pay: is this how").expect("a proposal for consume");
-        let (_, consume) = consume.split_once('\n').unwrap();
-        let mapping = mapping.replace("\n# pay = ", "\npay = ") + "\n" + &consume.replace("# ", "");
-        assert!(mapping.contains("\npay = { status = \"p\", paid_at = \"now\" }"), "{proposed}");
+        let mut mapping = proposed;
+        for setting in ["pay", "reopen", "consume", "take", "left"] {
+            let proposed = format!("\n# {setting} = ");
+            assert!(mapping.contains(&proposed), "{setting}: {mapping}");
+            mapping = mapping.replace(&proposed, &format!("\n{setting} = "));
+        }
+        for part in ["\npay = { status = \"p\", paid_at = \"now\" }", "\nreopen = {}", "\nleft = \"size - booked\""] {
+            assert!(mapping.contains(part), "{part}: {mapping}");
+        }
         let found = checked(&env, &mapping).await;
         let proves = |key: &str, words: &str| {
             let is_it = |finding: &Finding| {
@@ -85,7 +94,9 @@ fn proposal_for_payments_can_be_used() {
             assert!(found.iter().any(is_it), "{key}: {found:#?}");
         };
         proves(".pay", "10 of 10 overdue orders with an attempt to pay were claimed, 10 of them paid");
-        proves(".consume[0].set", "were consumed and rolled back");
+        proves(".stock[0].consume", "were consumed and rolled back");
+        proves(".reopen", "10 of 10 closed orders were reopened, paid and rolled back");
+        proves(".stock[0].take", "were taken again and rolled back");
         assert_eq!(env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE paid_at IS NOT NULL").await, 0);
         let written = "SELECT (SELECT count(*) FROM payment_attempts) + (SELECT count(*) FROM received_payments)
                             + (SELECT count(*) FROM close_attempts) + (SELECT count(*) FROM event_outbox)";
@@ -98,7 +109,9 @@ fn proposal_for_payments_can_be_used() {
                 ".closing",
                 "closing makes the order paid",
             ),
-            ("booked - quantity\" }\n", "booked\" }\n", ".consume[0].set", "check key, stock_key and set"),
+            ("booked - quantity\" }\n", "booked\" }\n", ".stock[0].consume", "check it, key and stock_key"),
+            ("left = \"size - booked\"", "left = \"-size\"", ".reopen", "left and the order needs"),
+            ("left = \"size - booked\"\n", WITHOUT_ITEMS, ".stock[0].take", "that the items are still there"),
         ] {
             let at = mapping.rfind(old).expect(old);
             let wrong = format!("{}{new}{}", &mapping[..at], &mapping[at + old.len()..]);
@@ -140,7 +153,7 @@ fn proposal_finds_stock_by_foreign_keys() {
             "id = [\"tenant\", \"number\"]",
             "order = [\"tenant\", \"number\"]",
             "key = [\"tenant\", \"sku\"]",
-            "set = { reserved = \"reserved - quantity\" }",
+            "give_back = { reserved = \"reserved - quantity\" }",
             "how long may an order stay unpaid?",
             "# CREATE INDEX CONCURRENTLY",
         ] {
@@ -242,8 +255,8 @@ fn proposals_weigh_types_and_values() {
                     "deadline = \"hold_until\"",
                     "items = \"hall.chosen\"",
                     "quantity = \"1\"",
-                    "stock = \"hall.seat\"",
-                    "set = { occupancy = \"?\" }",
+                    "table = \"hall.seat\"",
+                    "give_back = { occupancy = \"?\" }",
                     "free, reserved, sold",
                 ],
                 "hall.receipt",

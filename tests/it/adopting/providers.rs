@@ -1,16 +1,19 @@
 //! Seven shops with a payment provider, from configuration alone: 300 orders fall due at once, three in ten are paid at
-//! the provider while they close, half of the callbacks are lost, and the provider fails for some orders at first.
+//! the provider while they close, half of the callbacks are lost, and the provider fails for some orders at first. Then late
+//! money reopens closed orders of four of them.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::operations::orders_statements;
-use order_timeout::postgres::{Database, kind_functions};
+use order_timeout::config::kinds::TableSettings;
+use order_timeout::operations::{late_payments, orders_statements};
+use order_timeout::postgres::{Database, Operator, kind_functions};
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
 use order_timeout_testkit::{TestEnv, wait_for};
 use sqlx::AssertSqlSafe;
+use uuid::Uuid;
 
 use super::{execute, map, text};
 use crate::providers::adjust;
@@ -42,28 +45,92 @@ async fn customers_pay(env: Arc<TestEnv>, service: Arc<PaymentService>, ids: Vec
     }
 }
 
-async fn prepare(env: &TestEnv, shop: &str) {
+/// How late money reopens orders of a shop, where the shop's file does not say it, and which it reopens.
+#[derive(Default)]
+struct Reopening {
+    /// What the mapping has besides.
+    mapping: Option<fn(&mut TableSettings)>,
+    /// What is done to the shop's tables, before and after there are orders.
+    schema: &'static str,
+    orders: &'static str,
+    /// Closed orders; without it, any.
+    closed: Option<&'static str>,
+}
+
+/// What is taken again and is left, of the first stock; and what a reopened order's row gets.
+fn reopen(table: &mut TableSettings, (column, take): (&str, &str), left: &str, row: &[(&str, &str)]) {
+    let stock = &mut table.stock[0];
+    stock.take = [(column.to_owned(), take.to_owned())].into();
+    stock.left = Some(left.to_owned());
+    table.reopen = Some(row.iter().map(|(column, value)| ((*column).to_owned(), (*value).to_owned())).collect());
+}
+
+/// Its `also` gives coupons and points back, which a reopened order would not take again.
+const MALL: Reopening = Reopening {
+    mapping: Some(|table| reopen(table, ("lock_stock", "lock_stock + quantity"), "stock - lock_stock", &[])),
+    schema: "",
+    orders: "",
+    closed: Some("SELECT id::text FROM public.oms_order WHERE status = 4 AND id % 4 <> 0 AND use_integration = 0"),
+};
+
+/// Its `also` deletes reservations: what an order reserves again is in its lines, and a trigger writes the reservations anew.
+const HEADLESS: Reopening = Reopening {
+    mapping: Some(|table| {
+        let left = "stocked_quantity - reserved_quantity";
+        reopen(table, ("reserved_quantity", "reserved_quantity + item.quantity"), left, &[("canceledAt", "null")]);
+        table.stock[0].items = "medusa.line_item".into();
+    }),
+    schema: "CREATE TABLE medusa.line_item (order_id text, inventory_item_id text, location_id text, quantity numeric);
+        CREATE INDEX line_item_order ON medusa.line_item (order_id);
+        CREATE FUNCTION medusa.reserve_again() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO medusa.reservation_item
+            SELECT 'again_' || l.order_id || l.inventory_item_id, l.* FROM medusa.line_item l WHERE l.order_id = NEW.id;
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER reserve_again AFTER UPDATE ON medusa.\"order\" FOR EACH ROW
+            WHEN (OLD.payment_state = 'void' AND NEW.payment_state = 'paid') EXECUTE FUNCTION medusa.reserve_again()",
+    orders: "INSERT INTO medusa.line_item
+        SELECT order_id, inventory_item_id, location_id, quantity FROM medusa.reservation_item",
+    closed: None,
+};
+
+const TENANTS: Reopening = Reopening {
+    mapping: Some(|table| {
+        reopen(table, ("reserved", "reserved + quantity"), "10000 - reserved", &[("closed_at", "null")])
+    }),
+    schema: "",
+    orders: "",
+    closed: None,
+};
+
+async fn prepare(env: &TestEnv, shop: &str, further: &str) {
     execute(env, &text(shop, "schema.sql")).await;
+    execute(env, further).await;
     let database = Database::connect(&env.settings.database, 2).await.unwrap();
     let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
     kind_functions::install(&database, &statements.functions).await.unwrap();
 }
 
 /// `pay`: what a paid order's row says, where the shop's file does not.
-fn asks_provider(shop: &'static str, pay: Option<(&'static str, &'static str)>) {
+fn asks_provider(shop: &'static str, pay: Option<(&'static str, &'static str)>, reopening: Reopening) {
     let service = Arc::new(PaymentService::start());
     TestEnv::builder()
         .settings(|settings| {
             map(settings, shop);
             let table = settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap();
             table.pay = pay.map(|(column, word)| [(column.to_owned(), word.to_owned())].into()).or(table.pay.take());
+            if let Some(change) = reopening.mapping {
+                change(table);
+            }
             adjust(settings);
             settings.closing.max_rounds = 1_000;
             service.join(settings, "card", wide_limits());
         })
         .run(async move |env| {
-            prepare(&env, shop).await;
+            prepare(&env, shop, reopening.schema).await;
             execute(&env, &text(shop, "orders.sql")).await;
+            execute(&env, reopening.orders).await;
             let ids: Vec<String> = states(&env, shop).await.into_iter().map(|(id, _)| id).collect();
             sqlx::query(BEGIN).bind(&ids).execute(&env.pool).await.unwrap();
             let failing: Vec<&String> = ids.iter().step_by(10).collect();
@@ -91,7 +158,34 @@ fn asks_provider(shop: &'static str, pay: Option<(&'static str, &'static str)>) 
             .await;
             worker.stop().await;
             assert_ends(&env, shop, &service).await;
+            if env.settings.table_of(&Kind::ORDER).is_some_and(|table| table.reopen.is_some()) {
+                late_money_reopens(&env, shop, reopening.closed).await;
+            }
         });
+}
+
+/// Ten closed orders are paid late, reopened, and then as any paid order.
+async fn late_money_reopens(env: &TestEnv, shop: &str, closed: Option<&'static str>) {
+    let mut ids: Vec<String> = match closed {
+        Some(closed) => sqlx::query_scalar(closed).fetch_all(&env.pool).await.unwrap(),
+        None => states(env, shop).await.into_iter().filter(|(_, state)| state == "closed").map(|(id, _)| id).collect(),
+    };
+    ids.truncate(10);
+    for id in &ids {
+        assert_eq!(callback(env, id, &format!("late {id}"), 5_000).await, "late");
+    }
+    let late = "SELECT id FROM late_payments WHERE reference LIKE 'late %' AND state = 'open' ORDER BY id";
+    let pieces: Vec<i64> = sqlx::query_scalar(late).fetch_all(&env.pool).await.unwrap();
+    assert_eq!(pieces.len(), 10);
+    let database = Database::connect(&env.settings.database, 1).await.unwrap();
+    let operator = Operator { who: "ann".into(), why: None, run: Uuid::now_v7() };
+    for piece in pieces {
+        late_payments::reopen(&database, &env.settings, piece, &operator).await.unwrap();
+    }
+    let all = states(env, shop).await;
+    assert!(ids.iter().all(|id| all.contains(&(id.clone(), "paid".to_owned()))), "{shop}: {ids:?}");
+    assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE type = 'order.reopened.v1'").await, 10);
+    assert_balances(env, shop).await;
 }
 
 /// An order is paid if its money is at the provider, and closed otherwise; each closed one was announced once; money and the
@@ -114,53 +208,58 @@ async fn assert_ends(env: &TestEnv, shop: &str, service: &PaymentService) {
             .unwrap();
     assert_eq!(announced.len(), closed.len(), "{shop}: once each");
     assert_eq!(announced.into_iter().collect::<BTreeSet<_>>(), closed, "{shop}");
-    let unbalanced = "SELECT count(*) FROM received_payments p
-        WHERE p.amount_minor <> p.counted_minor + (SELECT coalesce(sum(l.amount_minor), 0) FROM late_payments l
-              WHERE l.provider = p.provider AND l.reference = p.reference AND l.state = 'open')";
-    assert_eq!(env.count(unbalanced).await, 0, "{shop}");
     let counted: Vec<String> =
         sqlx::query_scalar("SELECT DISTINCT order_id FROM received_payments WHERE counted_minor > 0")
             .fetch_all(&env.pool)
             .await
             .unwrap();
     assert_eq!(counted.into_iter().collect::<BTreeSet<_>>(), paid, "{shop}: money counts for paid orders alone");
+    assert_balances(env, shop).await;
+    assert_eq!(env.parked().await, []);
+}
+
+/// All money counts or is late, and the shop's books balance.
+async fn assert_balances(env: &TestEnv, shop: &str) {
+    let unbalanced = "SELECT count(*) FROM received_payments p
+        WHERE p.amount_minor <> p.counted_minor + (SELECT coalesce(sum(l.amount_minor), 0) FROM late_payments l
+              WHERE l.provider = p.provider AND l.reference = p.reference AND l.state = 'open')";
+    assert_eq!(env.count(unbalanced).await, 0, "{shop}");
     let odd: Vec<String> =
         sqlx::query_scalar(AssertSqlSafe(text(shop, "books.sql"))).fetch_all(&env.pool).await.unwrap();
     assert_eq!(odd, Vec::<String>::new(), "{shop}");
-    assert_eq!(env.parked().await, []);
 }
 
 #[test]
 fn mall_shop_asks_its_provider() {
-    asks_provider("mall", Some(("status", "1")));
+    asks_provider("mall", Some(("status", "1")), MALL);
 }
 
 #[test]
 fn ticket_shop_asks_its_provider() {
-    asks_provider("ticketing", Some(("status", "p")));
+    asks_provider("ticketing", Some(("status", "p")), Reopening::default());
 }
 
 #[test]
 fn headless_shop_asks_its_provider() {
-    asks_provider("headless", Some(("payment_state", "paid")));
+    asks_provider("headless", Some(("payment_state", "paid")), HEADLESS);
 }
 
 #[test]
 fn shop_of_tenants_asks_its_provider() {
-    asks_provider("tenants", Some(("state", "paid")));
+    asks_provider("tenants", Some(("state", "paid")), TENANTS);
 }
 
 #[test]
 fn partitioned_shop_asks_its_provider() {
-    asks_provider("partitioned", Some(("status", "paid")));
+    asks_provider("partitioned", Some(("status", "paid")), Reopening::default());
 }
 
 #[test]
 fn spree_shop_asks_its_provider() {
-    asks_provider("spree", None);
+    asks_provider("spree", None, Reopening::default());
 }
 
 #[test]
 fn booking_shop_asks_its_provider() {
-    asks_provider("booking", None);
+    asks_provider("booking", None, Reopening::default());
 }

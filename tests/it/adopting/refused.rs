@@ -35,6 +35,15 @@ fn set(column: &str, value: &str) -> CloseSettings {
     CloseSettings::Set([(column.to_owned(), value.to_owned())].into())
 }
 
+/// With payments and late money.
+fn reopens(table: &mut TableSettings, reopen: &[(&str, &str)], left: &str) {
+    let set = |column: &str, value: &str| (column.to_owned(), value.to_owned());
+    table.pay = Some([set("status", "p")].into());
+    table.reopen = Some(reopen.iter().map(|(column, value)| set(column, value)).collect());
+    table.stock[0].take = [set("booked", "booked + quantity")].into();
+    table.stock[0].left = Some(left.to_owned());
+}
+
 const WRONG: &[Wrong] = &[
     Wrong {
         what: "a table that is not there",
@@ -71,6 +80,33 @@ const WRONG: &[Wrong] = &[
         sql: "",
         key: "closing.datetime",
         words: &["\"soon\"", "which the column cannot be"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a value that the column of reopen cannot have",
+        mapping: |table| reopens(table, &[("datetime", "never")], "size"),
+        sql: "",
+        key: "reopen.datetime",
+        words: &["\"never\"", "which the column cannot be", "\"null\""],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "what is left that is no number",
+        mapping: |table| reopens(table, &[], "'many'::text"),
+        sql: "",
+        key: "stock[0].left",
+        words: &["is text; write an expression of a number"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "stock that is taken in a column that is not there",
+        mapping: |table| {
+            reopens(table, &[], "size - booked");
+            table.stock[0].take = [("reserved".to_owned(), "1".to_owned())].into();
+        },
+        sql: "",
+        key: "stock[0].take.reserved",
+        words: &["has no column reserved", "did you mean"],
         refused_at_start: true,
     },
     Wrong {
@@ -180,7 +216,7 @@ const WRONG: &[Wrong] = &[
         what: "no index on the items",
         mapping: NOTHING,
         sql: "DROP INDEX tickets.pretixbase_orderposition_order",
-        key: "give_back[0].order",
+        key: "stock[0].order",
         words: &["read the whole table", "CREATE INDEX CONCURRENTLY"],
         refused_at_start: false,
     },
@@ -271,10 +307,10 @@ const WRONG: &[Wrong] = &[
     },
     Wrong {
         what: "stock that is not changed",
-        mapping: |table| table.give_back[0].set = [("booked".to_owned(), "booked".to_owned())].into(),
+        mapping: |table| table.stock[0].give_back = [("booked".to_owned(), "booked".to_owned())].into(),
         sql: "",
-        key: "give_back[0].set",
-        words: &["0 of the 1 rows", "check key, stock_key and set"],
+        key: "stock[0].give_back",
+        words: &["0 of the 1 rows", "check it, key and stock_key"],
         refused_at_start: false,
     },
 ];
@@ -400,7 +436,7 @@ fn settings_refuse_unsafe_mappings() {
             "VOLATILE",
         ),
         ("deadline = \"expires\"", "deadline = \"expires; DROP TABLE x\"", "kinds.order.table.deadline", "semicolon"),
-        ("id = [\"id\"]", "id = [\"id\", \"code\"]", "kinds.order.table.give_back[0].order", "name as many"),
+        ("id = [\"id\"]", "id = [\"id\", \"code\"]", "kinds.order.table.stock[0].order", "name as many"),
         ("close = { status = \"e\" }", "close = {}", "kinds.order.table.close", "is empty"),
         ("close = { status = \"e\" }", "close = \"drop\"", "close", "or \"delete\""),
         ("[kinds.order.table]", "[kinds.Trial.table]", "kinds.Trial", "lower-case letter"),

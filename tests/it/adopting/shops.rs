@@ -13,7 +13,7 @@ use order_timeout_core::order::Timestamp;
 use sqlx::AssertSqlSafe;
 use time::OffsetDateTime;
 
-use super::{execute, map, text};
+use super::{execute, map, text, without_payments};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
 
@@ -69,11 +69,8 @@ fn adopts(shop: &'static str) {
     TestEnv::builder()
         .settings(|settings| {
             map(settings, shop);
-            // The shop pays by itself; with a provider its orders are in providers.rs.
-            for table in settings.kinds.values_mut().filter_map(|kind| kind.table.as_mut()) {
-                (table.pay, table.closing) = (None, None);
-                table.consume.clear();
-            }
+            // With a provider its orders are in providers.rs.
+            without_payments(settings);
             // Every second order has no alarm.
             settings.sweep.grace = Duration::from_millis(300);
         })

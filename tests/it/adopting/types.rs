@@ -90,14 +90,14 @@ deadline = "due"
 time_zone = "Asia/Shanghai"
 close = { state = "closed", moment = "now", local = "now", day = "now", clock = "now" }
 
-[[kinds.order.table.give_back]]
+[[kinds.order.table.stock]]
 items = "shop.items"
 order = "id"
 key = "sku"
 quantity = "n"
-stock = "shop.stock"
+table = "shop.stock"
 stock_key = "sku"
-set = { reserved = "reserved - quantity" }
+give_back = { reserved = "reserved - quantity" }
 
 [[kinds.order.table.also]]
 sql = "UPDATE shop.notes SET text = 'closed' WHERE id IN (SELECT id FROM closed)"
@@ -176,7 +176,7 @@ fn every_type_of_stock_key_works() {
             let found = findings(&settings).await;
             let wrong: Vec<_> = found.iter().filter(|finding| finding.level == Level::Wrong).collect();
             assert!(wrong.is_empty(), "{kind}: {wrong:#?}");
-            let given = says(&found, "give_back[0].set");
+            let given = says(&found, "stock[0].give_back");
             assert!(given[0].starts_with("1 of 1 rows of shop.stock were given back"), "{kind}: {given:?}");
             let (code, _, error) = call_with(&settings, &["close", "1"]).await;
             assert_eq!(code, 0, "{kind}: {error}");

@@ -2,15 +2,17 @@
 //! whose provider is asked and without one; and payments, which the functions of its mapping count.
 
 use config::{Config, File, FileFormat};
+use order_timeout::Settings;
 use order_timeout::config::kinds::TableSettings;
 use order_timeout::effects::sweep::Sweeper;
+use order_timeout::operations::late_payments::{self, ReopenedOrder};
 use order_timeout::operations::orders_statements;
 use order_timeout::operations::unresolved::{self, Decision};
 use order_timeout::postgres::{Operator, kind_functions};
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::{SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::EnvBuilder;
-use sqlx::AssertSqlSafe;
+use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
 
 use super::*;
@@ -36,10 +38,10 @@ const MAPPING: &str = r#"
     currency = "'EUR'"
     close = { state = "closed", closed_at = "now" }
     pay = { state = "paid", paid_at = "now" }
-    give_back = [{ items = "shop.items", order = "nr", key = "sku", quantity = "qty", stock = "shop.stock", stock_key = "sku",
-                   set = { free = "free + quantity", held = "held - quantity" } }]
-    consume = [{ items = "shop.items", order = "nr", key = "sku", quantity = "qty", stock = "shop.stock", stock_key = "sku",
-                 set = { held = "held - quantity" } }]
+    reopen = { closed_at = "null" }
+    stock = [{ items = "shop.items", order = "nr", key = "sku", quantity = "qty", table = "shop.stock", stock_key = "sku",
+               give_back = { free = "free + quantity", held = "held - quantity" }, consume = { held = "held - quantity" },
+               take = { free = "free - quantity", held = "held + quantity" }, left = "free" }]
 "#;
 
 /// With this, the order says that its provider is asked.
@@ -47,26 +49,28 @@ const CLOSING: &str = "closing = { state = \"asking\" }\n";
 
 /// Whose orders are in a table of the shop's own.
 fn environment(further: &str) -> EnvBuilder {
-    environment_of(&format!("{further}{MAPPING}"))
+    environment_of(&Kind::ORDER, &format!("{further}{MAPPING}"))
 }
 
-fn environment_of(mapping: &str) -> EnvBuilder {
+fn environment_of(kind: &Kind, mapping: &str) -> EnvBuilder {
     let read = Config::builder().add_source(File::from_str(mapping, FileFormat::Toml)).build().unwrap();
-    let table: TableSettings = read.try_deserialize().unwrap();
-    TestEnv::builder()
-        .without_broker()
-        .settings(|settings| settings.kinds.entry(Kind::ORDER).or_default().table = Some(table))
+    let (kind, table): (Kind, TableSettings) = (kind.clone(), read.try_deserialize().unwrap());
+    TestEnv::builder().without_broker().settings(|settings| settings.kinds.entry(kind).or_default().table = Some(table))
 }
 
 /// Creates the shop's tables, and the functions for payments.
 async fn install(env: &TestEnv) {
+    install_for(env, &Kind::ORDER).await;
+}
+
+async fn install_for(env: &TestEnv, kind: &Kind) {
     execute(env, SHOP).await;
     let database = Database::connect(&env.settings.database, 2).await.unwrap();
-    let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
-    let refused = orders_statements::require_functions(&database, &Kind::ORDER, &statements.functions).await;
-    assert!(refused.unwrap_err().to_string().contains("adopt --kind order --install"));
+    let statements = orders_statements::statements(&database, &env.settings, kind).await.unwrap();
+    let refused = orders_statements::require_functions(&database, kind, &statements.functions).await;
+    assert!(refused.unwrap_err().to_string().contains(&format!("adopt --kind {kind} --install")));
     kind_functions::install(&database, &statements.functions).await.unwrap();
-    orders_statements::require_functions(&database, &Kind::ORDER, &statements.functions).await.unwrap();
+    orders_statements::require_functions(&database, kind, &statements.functions).await.unwrap();
 }
 
 async fn execute(env: &TestEnv, sql: &str) {
@@ -297,8 +301,8 @@ fn callback_and_close_race_for_mapped_orders() {
 
 #[test]
 fn mapping_without_stock_asks_provider() {
-    let (without_stock, _) = MAPPING.split_once("give_back").unwrap();
-    environment_of(without_stock).run(async move |env| {
+    let (without_stock, _) = MAPPING.split_once("stock = ").unwrap();
+    environment_of(&Kind::ORDER, without_stock).run(async move |env| {
         install(&env).await;
         execute(&env, "INSERT INTO shop.orders (nr, until) VALUES (1, now())").await;
         attempt(&env).await;
@@ -317,9 +321,103 @@ fn functions_of_former_mapping_are_refused() {
         install(&env).await;
         // Run with the owner's rights, so no temporary object of a caller may take the place of another.
         let last = "SELECT count(*) FROM pg_proc WHERE proname LIKE 'kind\\_order\\_%' AND proconfig::text LIKE '%pg\\_temp\"}'";
-        assert_eq!(env.count(last).await, 5);
+        assert_eq!(env.count(last).await, 7);
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let refused = orders_statements::require_functions(&database, &Kind::ORDER, &[]).await.unwrap_err().to_string();
         assert!(refused.contains("kinds.order.table.pay") && refused.contains("DROP FUNCTION IF EXISTS kind_order_id"), "{refused}");
+    });
+}
+
+/// Closes order 1.
+async fn close_one(env: &TestEnv, kind: &Kind) {
+    let database = Database::connect(&env.settings.database, 1).await.unwrap();
+    let close = orders_statements::texts(&database, &env.settings, kind).await.unwrap().close;
+    let close = sqlx::query(AssertSqlSafe(close)).bind(["1"]).bind("manual").bind(true).bind(false);
+    let outcome: String = close.fetch_one(&env.pool).await.unwrap().try_get("outcome").unwrap();
+    assert_eq!(outcome, "closed");
+}
+
+/// Settles a piece of late money by reopening its order; an error's sentence if it is not reopened.
+async fn reopen(env: &TestEnv, settings: &Settings, id: i64) -> Result<ReopenedOrder, String> {
+    let database = Database::connect(&env.settings.database, 1).await.unwrap();
+    let operator = Operator { who: "ann".into(), why: None, run: Uuid::now_v7() };
+    late_payments::reopen(&database, settings, id, &operator).await.map_err(|error| error.to_string())
+}
+
+/// In the default kind and in another.
+#[test]
+fn late_money_reopens_mapped_order() {
+    for kind in ["order", "hold"] {
+        let kind = Kind::new(kind).unwrap();
+        environment_of(&kind, MAPPING).run(async move |env| {
+            install_for(&env, &kind).await;
+            overdue(&env, 1..=2).await;
+            let report = async |reference: &str, amount_minor: i64| {
+                let report = "SELECT outcome FROM payment_received('1', 'stripe', $1, $2, 'EUR', $3)";
+                let report = sqlx::query_scalar(report).bind(reference).bind(amount_minor).bind(kind.as_str());
+                let outcome: String = report.fetch_one(&env.pool).await.unwrap();
+                outcome
+            };
+            assert_eq!(report("pi_1", 1_000).await, "partial");
+            close_one(&env, &kind).await;
+            let refused = async |id: i64, words: &str| {
+                let before = end_state(&env).await;
+                let why = reopen(&env, &env.settings, id).await.unwrap_err();
+                assert!(why.contains(words), "{why}");
+                assert_eq!(end_state(&env).await, before);
+            };
+            refused(1, "order 1 lacks 999 (smallest unit)").await;
+            assert_eq!(report("pi_2", 1_500).await, "late");
+            execute(&env, "UPDATE shop.stock SET free = 1").await;
+            refused(2, "shop.stock pen has 1 left and the order needs 2").await;
+            execute(&env, "UPDATE shop.stock SET free = 2").await;
+            let reopened = reopen(&env, &env.settings, 2).await.unwrap();
+            assert_eq!((reopened.order_id.as_str(), reopened.surplus_minor), ("1", 501));
+            let event: serde_json::Value =
+                sqlx::query_scalar("SELECT payload FROM event_outbox WHERE type = 'order.reopened.v1'")
+                    .fetch_one(&env.pool)
+                    .await
+                    .unwrap();
+            let of_kind = if kind.is_default() { serde_json::Value::Null } else { kind.as_str().into() };
+            assert_eq!((&event["order_id"], &event["kind"], &event["amount_minor"]), (&"1".into(), &of_kind, &1_999.into()));
+            assert_eq!(event["late_payment_ids"], serde_json::json!([2, 1]));
+            let ends = "SELECT count(*) FROM shop.orders o, shop.stock s
+                WHERE o.nr = 1 AND o.state = 'paid' AND o.paid_at IS NOT NULL AND o.closed_at IS NULL AND s.free = 0 AND s.held = 2";
+            assert_eq!(env.count(ends).await, 1);
+            let money = "SELECT count(*) FROM received_payments p LEFT JOIN late_payments l
+                             ON l.reference = p.reference AND l.state = 'open' AND l.reason = 'surplus'
+                WHERE (p.reference, p.counted_minor, l.amount_minor) IN (('pi_2', 1500, NULL), ('pi_1', 499, 501))
+                   OR p.reference = 'pi_2' AND p.counted_minor = 1500 AND l.id IS NULL";
+            assert_eq!(env.count(money).await, 2);
+            refused(3, "order 1 is paid, and only a closed order").await;
+        });
+    }
+}
+
+#[test]
+fn late_money_reopens_only_what_settings_say() {
+    environment("").run(async move |env| {
+        install(&env).await;
+        overdue(&env, 1..=1).await;
+        close_one(&env, &Kind::ORDER).await;
+        assert_eq!(report(&env, "pi_1", 1_999).await.0, "late");
+        let refused = async |change: fn(&mut TableSettings), words: &str| {
+            let mut settings = env.settings.clone();
+            change(settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap());
+            let why = reopen(&env, &settings, 1).await.unwrap_err();
+            assert!(why.contains(words), "{why}");
+        };
+        refused(|table| table.reopen.as_mut().unwrap().clear(), "adopt --kind order --install").await;
+        let without = |table: &mut TableSettings| {
+            table.reopen = None;
+            table.stock[0].take.clear();
+            table.stock[0].left = None;
+        };
+        refused(without, "kinds.order.table.reopen is not given; settle the payment with --refund-due").await;
+        execute(&env, "ALTER TABLE shop.orders ADD CHECK (state <> 'paid')").await;
+        let before = end_state(&env).await;
+        let why = reopen(&env, &env.settings, 1).await.unwrap_err();
+        assert!(why.contains("violates check constraint"), "{why}");
+        assert_eq!(end_state(&env).await, before, "all or nothing");
     });
 }
