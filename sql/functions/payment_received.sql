@@ -92,6 +92,8 @@ DECLARE
     target record;
     attempt payment_attempts;
     known received_payments;
+    -- Whether it is late money that is not settled.
+    was_open boolean;
     of_kind text := payment_received.kind;
     id_text text := order_id_of_kind(of_kind, payment_received.order_id);
     payer text := canonical_provider(payment_received.provider);
@@ -152,10 +154,15 @@ BEGIN
             RETURN;
         END IF;
         -- Judged again. What was announced of it stays in the table.
+        was_open := is_open_late_money(known);
         UPDATE late_payments l
         SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'payment_received',
             settled_why = 'judged again for order ' || id_text
         WHERE l.provider = payer AND l.reference = payment_received.reference AND l.state = 'open';
+        IF was_open AND NOT FOUND THEN
+            RAISE 'payment % of % was settled as late money at the same moment; report it again', payment_received.reference, payer
+                USING ERRCODE = 'serialization_failure';
+        END IF;
     END IF;
     UPDATE received_payments p
     SET kind = of_kind, order_id = id_text, outcome = verdict, reason = why, counted_minor = counted,
@@ -210,6 +217,8 @@ DECLARE
     payer text := canonical_provider(late_payment_received.provider);
     money text := canonical_currency(late_payment_received.currency);
     known received_payments;
+    -- Whether it is late money that is not settled.
+    was_open boolean;
 BEGIN
     PERFORM require_payment(late_payment_received.order_id, payer, late_payment_received.reference,
                             late_payment_received.amount_minor, money);
@@ -227,10 +236,15 @@ BEGIN
         -- It was reported for another order before.
         UPDATE received_payments p SET kind = late_payment_received.kind, order_id = late_payment_received.order_id
         WHERE p.provider = payer AND p.reference = late_payment_received.reference;
+        was_open := is_open_late_money(known);
         UPDATE late_payments l
         SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'late_payment_received',
             settled_why = 'judged again for order ' || late_payment_received.order_id
         WHERE l.provider = payer AND l.reference = late_payment_received.reference AND l.state = 'open';
+        IF was_open AND NOT FOUND THEN
+            RAISE 'payment % of % was settled as late money at the same moment; report it again', late_payment_received.reference, payer
+                USING ERRCODE = 'serialization_failure';
+        END IF;
     END IF;
     UPDATE payment_attempts a SET state = 'late'
     WHERE a.provider = payer AND a.reference = late_payment_received.reference;

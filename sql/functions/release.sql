@@ -20,9 +20,9 @@
 -- Errors that no repetition removes begin with `final:` and have the SQLSTATE 22023. Nothing has changed.
 --
 -- SECURITY DEFINER: a callback's role needs EXECUTE on this function and no right on a table. Its setting ends with it.
--- Without sequential scans, as a worker closes.
+-- Without sequential scans and compiled plans, as a worker closes.
 CREATE OR REPLACE FUNCTION release(order_id text, reason text, kind text DEFAULT 'order') RETURNS text
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET order_timeout.why = '' SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET order_timeout.why = '' SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     of_kind text := release.kind;
@@ -40,8 +40,8 @@ BEGIN
     SELECT l.state INTO was FROM locked_order(of_kind, id_text, true) l;
     IF was = 'open' AND EXISTS (SELECT FROM orders_to_ask_about(ARRAY[id_text], of_kind)) THEN
         RETURN 'attempt_open';
-    ELSIF was = 'open' AND EXISTS (SELECT FROM closing_pauses p
-                                   WHERE p.resumed_at IS NULL AND coalesce(p.kind, of_kind) = of_kind) THEN
+    ELSIF was IN ('open', 'closing') AND EXISTS (SELECT FROM closing_pauses p
+                                                 WHERE p.resumed_at IS NULL AND coalesce(p.kind, of_kind) = of_kind) THEN
         RETURN 'paused';
     END IF;
     PERFORM set_config('order_timeout.why', release.reason, true);

@@ -350,6 +350,12 @@ async fn reopen_in(connection: &mut PgConnection, id: i64, operator: &Operator) 
     let (order_id, currency, kind) = late.ok_or(ReopenError::Unknown(id))?;
     // The order first, then its money, then stock: in the order in which a payment locks them.
     let order = lock_order(connection, kind, order_id, &currency).await?;
+    // What still counts, because the shop has closed it by itself, is late money too.
+    sqlx::query("SELECT release_part_payments($1, $2)")
+        .bind(&order.order_id)
+        .bind(&order.kind)
+        .execute(&mut *connection)
+        .await?;
     let pieces = choose_pieces(connection, id, &order, &currency).await?;
     let paid: i64 = pieces.iter().map(|piece| piece.amount_minor).sum();
     let counted = order.amount_minor.unwrap_or(paid);

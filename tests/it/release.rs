@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use order_timeout::Settings;
 use order_timeout::operations::orders_statements;
 use order_timeout::postgres::{Database, kind_functions};
 use order_timeout_client::payment::{Attempt, Currency, Money};
@@ -148,13 +147,21 @@ fn bad_reason_or_kind_is_refused() {
 fn release_is_held_by_a_pause() {
     TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(HOUR).await;
-        for (kind, answer) in [("'seat'", Released::Closed), ("NULL", Released::Paused), ("'order'", Released::Paused)]
-        {
+        // The last one was claimed before, and has been opened again.
+        let claim = "INSERT INTO close_attempts (kind, order_id, claimed_by, queue, next_attempt_at)
+                     SELECT 'order', id::text, 'sweep', 'stripe', now() FROM orders WHERE $1";
+        for (kind, answer, is_claimed) in [
+            ("'seat'", Released::Closed, false),
+            ("NULL", Released::Paused, false),
+            ("'order'", Released::Paused, false),
+            ("'order'", Released::Paused, true),
+        ] {
             let pause = format!(
                 "INSERT INTO closing_pauses (kind, cause, reason, paused_by) VALUES ({kind}, 'operator', 'a', 'b')"
             );
             execute(&env, &pause).await;
             let mut transaction = env.pool.begin().await.unwrap();
+            sqlx::query(claim).bind(is_claimed).execute(&mut *transaction).await.unwrap();
             let id = order.id.to_string();
             assert_eq!(release(&mut *transaction, id, WHY, &Kind::ORDER).await.unwrap(), answer, "{kind}");
             transaction.rollback().await.unwrap();

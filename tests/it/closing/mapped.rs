@@ -394,6 +394,23 @@ fn late_money_reopens_mapped_order() {
     }
 }
 
+/// The shop has closed the order by itself, and the part still counts.
+#[test]
+fn reopening_makes_counted_parts_late() {
+    environment("").run(async move |env| {
+        install(&env).await;
+        overdue(&env, 1..=1).await;
+        assert_eq!(report(&env, "pi_1", 1_000).await.0, "partial");
+        execute(&env, "UPDATE shop.orders SET state = 'closed', closed_at = now()").await;
+        assert_eq!(report(&env, "pi_2", 1_999).await.0, "late");
+        assert_eq!(reopen(&env, &env.settings, 1).await.unwrap().late_payments, [1]);
+        let money =
+            "SELECT count(*) FROM late_payments l, (SELECT sum(counted_minor) AS counted FROM received_payments) p
+                     WHERE l.state = 'open' AND l.reference = 'pi_1' AND l.amount_minor = 1000 AND p.counted = 1999";
+        assert_eq!(env.count(money).await, 1);
+    });
+}
+
 #[test]
 fn late_money_reopens_only_what_settings_say() {
     environment("").run(async move |env| {
