@@ -29,17 +29,28 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
     migrator
 });
 
+/// The path of our functions, as an expression. A database for tests has its own clock before that of Postgres, if its owner has
+/// made it.
+macro_rules! search_path {
+    () => {
+        "concat_ws(', ', quote_ident(current_schema()), (
+            SELECT 'order_timeout_clock, pg_catalog' FROM pg_namespace n, pg_roles r, pg_database d
+            WHERE n.nspname = 'order_timeout_clock' AND r.oid = n.nspowner AND d.datname = current_database()
+              AND (r.oid = d.datdba OR r.rolsuper)), 'pg_temp')"
+    };
+}
+
 /// One query of several statements, which is one transaction. Each file finds what it uses in those before it.
 ///
 /// Functions get the `search_path` of this transaction (`SET search_path FROM CURRENT`), so that they work on the tables of
 /// this schema, whatever that of their caller is: a shop may have tables of the same names. `pg_temp` is last, so that no
-/// temporary table takes the place of one of ours. A database for tests has its own clock before that of Postgres. The lock is there because Postgres refuses one of two sessions that
+/// temporary table takes the place of one of ours. The lock is there because Postgres refuses one of two sessions that
 /// replace a function at once. Rights that were granted on a function stay.
 const FUNCTIONS: &str = concat!(
     "SELECT pg_advisory_xact_lock(hashtextextended('order-timeout setup ' || current_schema(), 0));",
-    "SELECT set_config('search_path', concat_ws(', ', quote_ident(current_schema()),
-         CASE WHEN to_regnamespace('order_timeout_clock') IS NOT NULL THEN 'order_timeout_clock, pg_catalog' END, 'pg_temp'),
-         true);",
+    "SELECT set_config('search_path', ",
+    search_path!(),
+    ", true);",
     include_str!("../../sql/functions/effective_status.sql"),
     include_str!("../../sql/functions/order_keys.sql"),
     include_str!("../../sql/functions/default_orders.sql"),
@@ -157,16 +168,17 @@ pub async fn script(settings: &DatabaseSettings) -> Result<String, DatabaseError
     let options = connect_options(settings)?.application_name(SETUP_NAME);
     let (mut connection, _) = first_connection(&options, settings, []).await?;
     let pending = pending_migrations(&mut connection).await?;
-    let schema: Option<String> = sqlx::query_scalar("SELECT quote_ident(current_schema())")
-        .fetch_one(&mut connection)
-        .await
-        .map_err(|error| unreadable_migrations(&error))?;
-    let schema = schema.ok_or_else(|| {
+    let path: Option<String> =
+        sqlx::query_scalar(concat!("SELECT ", search_path!(), " WHERE current_schema() IS NOT NULL"))
+            .fetch_optional(&mut connection)
+            .await
+            .map_err(|error| unreadable_migrations(&error))?;
+    let path = path.ok_or_else(|| {
         DatabaseError(format!("search_path in database.url names no schema that exists; {NO_SCHEMA_HINT}"))
     })?;
     let _ = connection.close().await;
     let mut script = format!(
-        "-- order-timeout {}: what `order-timeout setup` would run. One transaction, of the schema's owner.\nSELECT set_config('order_timeout.search_path', current_setting('search_path'), true);\nSET LOCAL search_path = {schema}, pg_temp;\nCREATE TABLE IF NOT EXISTS {MIGRATIONS_TABLE} (version bigint PRIMARY KEY, description text NOT NULL, installed_on timestamptz NOT NULL DEFAULT now(), success boolean NOT NULL, checksum bytea NOT NULL, execution_time bigint NOT NULL);\n",
+        "-- order-timeout {}: what `order-timeout setup` would run. One transaction, of the schema's owner.\nSELECT set_config('order_timeout.search_path', current_setting('search_path'), true);\nSET LOCAL search_path = {path};\nDO $$ BEGIN IF current_setting('search_path') NOT LIKE '%pg_temp' THEN RAISE 'run this in one transaction, such as with psql -1'; END IF; END $$;\nCREATE TABLE IF NOT EXISTS {MIGRATIONS_TABLE} (version bigint PRIMARY KEY, description text NOT NULL, installed_on timestamptz NOT NULL DEFAULT now(), success boolean NOT NULL, checksum bytea NOT NULL, execution_time bigint NOT NULL);\n",
         env!("ORDER_TIMEOUT_VERSION")
     );
     for migration in MIGRATOR.iter().filter(|migration| pending.iter().any(|name| *name == *migration.description)) {
@@ -182,17 +194,25 @@ pub async fn script(settings: &DatabaseSettings) -> Result<String, DatabaseError
     // The tool writes its own record in the same transaction.
     Ok(script
         + "\n"
-        + &functions()
+        + &functions().replace("SET search_path FROM CURRENT", &format!("SET search_path = {path}"))
         + "\nSELECT set_config('search_path', current_setting('order_timeout.search_path'), true);")
 }
 
-/// A function of ours, and its definition.
+/// What setup creates anew, and its definition with its rights.
 const DEFINED: &str = "
-    SELECT p.proname || '(' || pg_get_function_identity_arguments(p.oid) || ')', pg_get_functiondef(p.oid)
-    FROM pg_proc p WHERE p.pronamespace = current_schema()::regnamespace AND p.prokind = 'f' ORDER BY 1";
+    SELECT concat('function ', p.proname, '(', pg_get_function_identity_arguments(p.oid), ')'),
+           concat(pg_get_functiondef(p.oid), p.proacl)
+    FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.prokind = 'f'
+    UNION ALL
+    SELECT concat('view ', c.relname), pg_get_viewdef(c.oid)
+    FROM pg_class c WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'v'
+    UNION ALL
+    SELECT concat('trigger ', t.tgname), pg_get_triggerdef(t.oid)
+    FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+    WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND NOT t.tgisinternal";
 
 /// How this database differs from what [`migrate`] would leave behind, in words: migrations that are pending; without
-/// any, functions. Changes nothing: the functions are replaced in a transaction that is rolled back.
+/// any, functions, views and triggers. Changes nothing: they are replaced in a transaction that is rolled back.
 ///
 /// # Errors
 /// [`DatabaseError`].
@@ -204,13 +224,17 @@ pub async fn differences(settings: &DatabaseSettings) -> Result<Vec<String>, Dat
     if !pending.is_empty() {
         return Ok(pending.iter().map(|name| format!("the migration {name:?} is missing")).collect());
     }
-    let other =
-        other_functions(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error.into())))?;
+    let other = match other_definitions(&mut connection).await {
+        Ok(other) => other,
+        // A table is missing, which the inspection of the schema names.
+        Err(error) if matches!(sqlstate(&error).as_deref(), Some("42P01" | "42704")) => Vec::new(),
+        Err(error) => return Err(DatabaseError(why_not_migrated(&error.into()))),
+    };
     let _ = connection.close().await;
-    Ok(other.iter().map(|name| format!("the function {name} is not the one of this version")).collect())
+    Ok(other.iter().map(|name| format!("the {name} is not as this version creates it")).collect())
 }
 
-async fn other_functions(connection: &mut PgConnection) -> Result<Vec<String>, sqlx::Error> {
+async fn other_definitions(connection: &mut PgConnection) -> Result<Vec<String>, sqlx::Error> {
     let mut transaction = connection.begin().await?;
     let before: BTreeMap<String, String> =
         sqlx::query_as(DEFINED).fetch_all(&mut *transaction).await?.into_iter().collect();

@@ -24,16 +24,21 @@ const FOR_OTHER_SESSIONS: &str = "DO $$ BEGIN
                  (SELECT boot_val FROM pg_settings WHERE name = 'search_path')));
 END $$";
 
-/// Gives a database that holds nothing of ours a clock that can be moved. Idempotent.
+/// Whether there are tables, ours or a shop's, besides those of extensions.
+const HAS_TABLES: &str = "
+    SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                   WHERE c.relkind IN ('r', 'p') AND n.nspname !~ '^(pg_|information_schema$)'
+                     AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'e'))";
+
+/// Gives a database that holds no table a clock that can be moved. Idempotent.
 ///
 /// # Errors
-/// [`DatabaseError`] if it is set up already, and not for tests.
+/// [`DatabaseError`] if it has tables, and is not for tests.
 pub async fn create(settings: &DatabaseSettings) -> Result<(), DatabaseError> {
     let database = Database::connect(settings, 1).await?;
     let is_for_tests = database.is_for_tests();
     let create = async |connection: &mut PgConnection| {
-        let is_set_up = "SELECT EXISTS (SELECT FROM pg_class WHERE relname = 'order_timeout_migrations')";
-        if !is_for_tests && sqlx::query_scalar(is_set_up).fetch_one(&mut *connection).await? {
+        if !is_for_tests && sqlx::query_scalar(HAS_TABLES).fetch_one(&mut *connection).await? {
             return Ok(false);
         }
         // One query, which is one transaction: what fails leaves no mark.
@@ -44,7 +49,7 @@ pub async fn create(settings: &DatabaseSettings) -> Result<(), DatabaseError> {
     match database.run(create).await {
         Ok(true) => Ok(()),
         Ok(false) => Err(DatabaseError(
-            "this database was set up without --for-tests, and its clock stays that of Postgres; create an empty database for tests".into(),
+            "this database has tables, so its clock stays that of Postgres; create an empty database for tests, and run `order-timeout setup --for-tests` there before any table is created".into(),
         )),
         Err(error) => Err(DatabaseError(format!(
             "the database cannot be made one for tests: {}; use the role that owns it",
@@ -61,9 +66,11 @@ pub(super) async fn search_path(
     connection: &mut PgConnection,
     given: Option<String>,
 ) -> Result<Option<String>, sqlx::Error> {
-    // Without a schema for tables, objects would be created in that of the clock.
-    let ask = "SELECT CASE WHEN to_regnamespace('order_timeout_clock') IS NOT NULL AND current_schema() IS NOT NULL
-                           THEN current_setting('search_path') END";
+    // Made by the database's owner, because its functions run with the worker's rights. Without a schema for tables, objects
+    // would be created in that of the clock.
+    let ask = "SELECT (SELECT current_setting('search_path') FROM pg_namespace n, pg_roles r, pg_database d
+                       WHERE n.nspname = 'order_timeout_clock' AND r.oid = n.nspowner AND d.datname = current_database()
+                         AND (r.oid = d.datdba OR r.rolsuper) AND current_schema() <> n.nspname)";
     let path: Option<String> = one_row(connection, ask.to_owned()).await?.try_get(0)?;
     let path = path.map(|path| given.unwrap_or(path));
     Ok(path.map(|path| if path.contains(END_OF_PATH) { path } else { format!("{path}, {END_OF_PATH}") }))

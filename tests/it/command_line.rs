@@ -334,8 +334,8 @@ fn every_command_and_argument_has_help() {
     cli.build();
     // The program, setup, worker, health, schedule, status, doctor, explain, forecast, deadline, close, pause,
     // resume, topology, config, sql, adopt, completions, man, parked with its three, late with its
-    // two, closing with its three, provider with its one.
-    assert_eq!(check(&cli, &[]), 32);
+    // two, closing with its three, provider and testing with their one.
+    assert_eq!(check(&cli, &[]), 34);
 }
 
 #[test]
@@ -550,7 +550,7 @@ fn printed_setup_is_what_setup_does() {
         for _ in 0..2 {
             let (code, stdout, _) = call(&env, &["setup", "--check"]).await;
             assert_eq!(code, 1);
-            for part in ["the function release_excess(", "is not the one of this version", &lost] {
+            for part in ["the function release_excess(", "is not as this version creates it", &lost] {
                 assert!(stdout.contains(part), "{stdout:?} lacks {part:?}");
             }
         }

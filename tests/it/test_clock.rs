@@ -56,7 +56,7 @@ fn database_for_tests_is_made_once() {
             let (code, _, why) = call_with(&env.settings, arguments).await;
             assert!(code == 1 && why.contains(part), "{arguments:?}: {code} {why}");
         };
-        fails(&["setup", "--for-tests"], "was set up without --for-tests").await;
+        fails(&["setup", "--for-tests"], "this database has tables").await;
         fails(&["testing", "advance", "30m"], "create one with `order-timeout setup --for-tests`").await;
         let advance = "SELECT order_timeout_clock.advance('1 hour')";
         assert!(sqlx::query(advance).execute(&env.pool).await.is_err(), "there is no such clock");
