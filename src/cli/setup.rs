@@ -40,7 +40,7 @@ async fn check(settings: &Settings) -> anyhow::Result<CommandOutcome> {
         connect::close(&connection, settings.amqp.connect_timeout).await;
         differs.extend(compared?.faults.iter().map(ToString::to_string));
     }
-    let mut answer = CommandOutcome { code: u8::from(!differs.is_empty()).into(), ..CommandOutcome::default() };
+    let mut answer = CommandOutcome { code: u8::from(!differs.is_empty()), ..CommandOutcome::default() };
     match differs.as_slice() {
         [] => answer.line("database and broker are as this version sets them up"),
         differs => {

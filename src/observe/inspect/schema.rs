@@ -78,8 +78,7 @@ const PROVIDER_FUNCTIONS: &[&str] = &[
 ];
 
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing";
-const ADD_EARLY_CLOSE_CHECK: &str =
-    "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
+const ADD_EARLY_CLOSE_CHECK: &str = "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at OR closed_by = 'released') NOT VALID";
 
 /// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table,
 /// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed; `$10`
