@@ -134,7 +134,7 @@ fn bad_reason_or_kind_is_refused() {
             ("", "order", ["the reason '' is not 1 to 200 bytes", "correct what is reported"]),
             (&*long, "order", ["without control characters", "correct what is reported"]),
             ("a\nb", "order", ["without control characters", "say in a sentence why"]),
-            (WHY, "seat", ["the kind seat has no function", "run order-timeout adopt --kind seat --install"]),
+            (WHY, "seat", ["the kind seat lacks the function", "run order-timeout adopt --kind seat --install"]),
         ] {
             let refused = release(&env.pool, &id, reason, &Kind::new(kind).unwrap()).await.unwrap_err();
             let said = with_causes(&refused);
