@@ -19,14 +19,16 @@
 --
 -- Errors that no repetition removes begin with `final:` and have the SQLSTATE 22023. Nothing has changed.
 --
--- SECURITY DEFINER: a callback's role needs EXECUTE on this function and no right on a table. Its setting ends with it.
+-- SECURITY DEFINER: a callback's role needs EXECUTE on this function and no right on a table.
 -- Without sequential scans and compiled plans, as a worker closes.
 CREATE OR REPLACE FUNCTION release(order_id text, reason text, kind text DEFAULT 'order') RETURNS text
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET order_timeout.why = '' SET enable_seqscan = off SET jit = off AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     of_kind text := release.kind;
     id_text text := order_id_of_kind(of_kind, release.order_id);
+    -- Set back at the end. Not by a SET clause, which for a setting of our own needs a superuser from PostgreSQL 15.
+    why_before text := coalesce(current_setting('order_timeout.why', true), '');
     was text;
     answer text;
 BEGIN
@@ -47,6 +49,7 @@ BEGIN
     PERFORM set_config('order_timeout.why', release.reason, true);
     EXECUTE format('SELECT c.outcome FROM %I($1, $2, true, false) c', function_of_kind(of_kind, 'close'))
     INTO answer USING ARRAY[id_text], 'released';
+    PERFORM set_config('order_timeout.why', why_before, true);
     RETURN coalesce(answer, 'unknown');
 END $$;
 
