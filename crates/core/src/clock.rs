@@ -50,7 +50,7 @@ impl DatabaseClock {
 
     /// Takes another sample if it is finer than the one in use, if that one is old, or if the two cannot both be true:
     /// then the database's clock was set, or another server answers now. Returns whether it was set ahead, by more than
-    /// [`SET_AHEAD`].
+    /// `SET_AHEAD`.
     pub fn learn(&mut self, sample: ClockSample) -> bool {
         let before = *self;
         let next = Self::new(sample);
