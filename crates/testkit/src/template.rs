@@ -1,7 +1,7 @@
 //! A database with all migrations, which each environment copies: applying them takes several times as long as copying.
 //!
-//! One for each test process, and one with a clock that moves, dropped when no environment is left. Only on the server that the environment variables
-//! name: a private server has one environment, for which a template saves nothing.
+//! One for each test process, and one with a clock that moves if a test needs it, dropped when no environment is left. Only on the
+//! server that the environment variables name: a private server has one environment, for which a template saves nothing.
 
 use order_timeout::Settings;
 use order_timeout::config::DatabaseSettings;
@@ -11,13 +11,15 @@ use uuid::Uuid;
 
 use crate::{execute_on_server, is_on_private_database};
 
-/// How many environments need this process's template, which exists if any does: without the clock for tests, and with it.
-static USERS: [Mutex<Users>; 2] = [const { Mutex::const_new(Users { count: 0, database: String::new() }) }; 2];
+/// This process's templates.
+static USERS: Mutex<Users> = Mutex::const_new(Users { count: 0, databases: [None, None] });
 
 struct Users {
+    /// How many environments there are. The templates stay while there are any: few tests have a clock, and making its template
+    /// for each of them takes longer than most of them.
     count: usize,
-    /// The template's database.
-    database: String,
+    /// The database without the clock for tests, and the one with it.
+    databases: [Option<String>; 2],
 }
 
 /// One environment's need of the template.
@@ -34,12 +36,14 @@ impl Template {
         if is_on_private_database(settings) {
             return Self { database: None, has_clock };
         }
-        let mut users = USERS[usize::from(has_clock)].lock().await;
-        if users.count == 0 {
-            users.database = create(settings, has_clock).await;
+        let mut users = USERS.lock().await;
+        let database = &mut users.databases[usize::from(has_clock)];
+        if database.is_none() {
+            *database = Some(create(settings, has_clock).await);
         }
+        let database = database.clone();
         users.count += 1;
-        Self { database: Some(users.database.clone()), has_clock }
+        Self { database, has_clock }
     }
 
     /// Creates the database that these settings name, with all migrations.
@@ -59,13 +63,17 @@ impl Template {
         }
     }
 
-    /// Drops the template after its last user.
+    /// Drops the templates after the last environment.
     pub(crate) async fn release(self, settings: Settings) {
-        let Some(template) = self.database else { return };
-        let mut users = USERS[usize::from(self.has_clock)].lock().await;
+        if self.database.is_none() {
+            return;
+        }
+        let mut users = USERS.lock().await;
         users.count -= 1;
         if users.count == 0 {
-            execute_on_server(&settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
+            for template in users.databases.iter_mut().filter_map(Option::take) {
+                execute_on_server(&settings, format!("DROP DATABASE {template} WITH (FORCE)")).await;
+            }
         }
     }
 }
