@@ -62,6 +62,21 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
           AND l.amount_minor = payment.amount_minor)
 $$;
 
+-- Open late money is judged again, for this order. What was announced of it stays in the table. Not for callbacks.
+CREATE OR REPLACE FUNCTION take_late_money(provider text, reference text, order_id text, by text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+BEGIN
+    UPDATE late_payments l
+    SET state = 'reopened', settled_at = clock_timestamp(), settled_by = take_late_money.by,
+        settled_why = 'judged again for order ' || take_late_money.order_id
+    WHERE l.provider = take_late_money.provider AND l.reference = take_late_money.reference AND l.state = 'open';
+    IF NOT FOUND THEN
+        RAISE 'payment % of % was settled as late money at the same moment; report it again', reference, provider
+            USING ERRCODE = 'serialization_failure';
+    END IF;
+END $$;
+
 -- A payment of an order in the default tables, or in a mapped table whose functions are installed.
 --
 --   order_id       in any spelling that its table reads
@@ -92,8 +107,6 @@ DECLARE
     target record;
     attempt payment_attempts;
     known received_payments;
-    -- Whether it is late money that is not settled.
-    was_open boolean;
     of_kind text := payment_received.kind;
     id_text text := order_id_of_kind(of_kind, payment_received.order_id);
     payer text := canonical_provider(payment_received.provider);
@@ -153,16 +166,7 @@ BEGIN
             RETURN QUERY SELECT known.outcome, known.reason, known.missing_minor, known.surplus_minor, false;
             RETURN;
         END IF;
-        -- Judged again. What was announced of it stays in the table.
-        was_open := is_open_late_money(known);
-        UPDATE late_payments l
-        SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'payment_received',
-            settled_why = 'judged again for order ' || id_text
-        WHERE l.provider = payer AND l.reference = payment_received.reference AND l.state = 'open';
-        IF was_open AND NOT FOUND THEN
-            RAISE 'payment % of % was settled as late money at the same moment; report it again', payment_received.reference, payer
-                USING ERRCODE = 'serialization_failure';
-        END IF;
+        PERFORM take_late_money(payer, payment_received.reference, id_text, 'payment_received');
     END IF;
     UPDATE received_payments p
     SET kind = of_kind, order_id = id_text, outcome = verdict, reason = why, counted_minor = counted,
@@ -217,8 +221,6 @@ DECLARE
     payer text := canonical_provider(late_payment_received.provider);
     money text := canonical_currency(late_payment_received.currency);
     known received_payments;
-    -- Whether it is late money that is not settled.
-    was_open boolean;
 BEGIN
     PERFORM require_payment(late_payment_received.order_id, payer, late_payment_received.reference,
                             late_payment_received.amount_minor, money);
@@ -236,15 +238,7 @@ BEGIN
         -- It was reported for another order before.
         UPDATE received_payments p SET kind = late_payment_received.kind, order_id = late_payment_received.order_id
         WHERE p.provider = payer AND p.reference = late_payment_received.reference;
-        was_open := is_open_late_money(known);
-        UPDATE late_payments l
-        SET state = 'reopened', settled_at = clock_timestamp(), settled_by = 'late_payment_received',
-            settled_why = 'judged again for order ' || late_payment_received.order_id
-        WHERE l.provider = payer AND l.reference = late_payment_received.reference AND l.state = 'open';
-        IF was_open AND NOT FOUND THEN
-            RAISE 'payment % of % was settled as late money at the same moment; report it again', late_payment_received.reference, payer
-                USING ERRCODE = 'serialization_failure';
-        END IF;
+        PERFORM take_late_money(payer, late_payment_received.reference, late_payment_received.order_id, 'late_payment_received');
     END IF;
     UPDATE payment_attempts a SET state = 'late'
     WHERE a.provider = payer AND a.reference = late_payment_received.reference;
@@ -257,6 +251,7 @@ REVOKE ALL ON FUNCTION
     require_payment(text, text, text, bigint, text),
     recorded_payment(text, text, text, text, bigint, text),
     is_open_late_money(received_payments),
+    take_late_money(text, text, text, text),
     payment_received(text, text, text, bigint, text, text),
     count_payment(text, text, bigint, bigint, boolean, text),
     late_payment_received(text, text, text, bigint, text, text)
