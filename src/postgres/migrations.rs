@@ -11,6 +11,7 @@ use sqlx::{AssertSqlSafe, Connection, PgConnection, SqlSafeStr};
 
 use super::connect::{address, connect_options, first_connection};
 use super::error::{DatabaseError, is_forbidden, one_line, sqlstate};
+use super::test_clock::from_clock_of_owner;
 use super::{Database, ErrorClass, Target, classify, kind_functions};
 use crate::config::DatabaseSettings;
 use crate::mapping::{default_tables, quote};
@@ -29,14 +30,14 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
     migrator
 });
 
-/// The path of our functions, as an expression. A database for tests has its own clock before that of Postgres, if its owner has
-/// made it.
+/// The path of our functions, as an expression. A database for tests has its own clock before that of Postgres.
 macro_rules! search_path {
     () => {
-        "concat_ws(', ', quote_ident(current_schema()), (
-            SELECT 'order_timeout_clock, pg_catalog' FROM pg_namespace n, pg_roles r, pg_database d
-            WHERE n.nspname = 'order_timeout_clock' AND r.oid = n.nspowner AND d.datname = current_database()
-              AND (r.oid = d.datdba OR r.rolsuper)), 'pg_temp')"
+        concat!(
+            "concat_ws(', ', quote_ident(current_schema()), (SELECT 'order_timeout_clock, pg_catalog' ",
+            from_clock_of_owner!(),
+            "), 'pg_temp')"
+        )
     };
 }
 
@@ -135,24 +136,33 @@ const SETUP_LOCK_TIMEOUT: &str = "2s";
 /// # Errors
 /// [`DatabaseError`] names the migration.
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
-    // Without the worker's statement timeout, because a migration may take long. But with a lock timeout: all workers
-    // wait behind a migration that waits for a table lock.
-    let options = connect_options(settings)?.application_name(SETUP_NAME);
-    let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
-    let (mut connection, _) = first_connection(&options, settings, parameters).await?;
-    let pending = pending_migrations(&mut connection).await?;
+    let (mut connection, pending) = connect_for_setup(settings).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
     let replaced = sqlx::raw_sql(AssertSqlSafe(functions())).execute(&mut connection).await;
-    // undefined_table, undefined_object: a shop with a table of its own may have dropped ours. What a worker lacks is named
-    // by the inspection of the schema.
     if let Err(error) = replaced
-        && !matches!(sqlstate(&error).as_deref(), Some("42P01" | "42704"))
+        && !is_lack_of_table(&error)
     {
         return Err(DatabaseError(why_not_migrated(&error.into())));
     }
     // The migrations are committed, so an error while closing is ignored.
     let _ = connection.close().await;
     Ok(pending)
+}
+
+/// Without the worker's statement timeout, because a migration may take long. But with a lock timeout: all workers wait behind a
+/// migration that waits for a table lock. Returns also which migrations are pending there.
+async fn connect_for_setup(settings: &DatabaseSettings) -> Result<(PgConnection, Vec<String>), DatabaseError> {
+    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
+    let (mut connection, _) = first_connection(&options, settings, parameters).await?;
+    let pending = pending_migrations(&mut connection).await?;
+    Ok((connection, pending))
+}
+
+/// `undefined_table`, `undefined_object`: a shop with a table of its own may have dropped ours. What a worker lacks is named by the
+/// inspection of the schema.
+fn is_lack_of_table(error: &sqlx::Error) -> bool {
+    matches!(sqlstate(error).as_deref(), Some("42P01" | "42704"))
 }
 
 fn functions() -> String {
@@ -165,9 +175,7 @@ fn functions() -> String {
 /// # Errors
 /// [`DatabaseError`].
 pub async fn script(settings: &DatabaseSettings) -> Result<String, DatabaseError> {
-    let options = connect_options(settings)?.application_name(SETUP_NAME);
-    let (mut connection, _) = first_connection(&options, settings, []).await?;
-    let pending = pending_migrations(&mut connection).await?;
+    let (mut connection, pending) = connect_for_setup(settings).await?;
     let path: Option<String> =
         sqlx::query_scalar(concat!("SELECT ", search_path!(), " WHERE current_schema() IS NOT NULL"))
             .fetch_optional(&mut connection)
@@ -217,17 +225,13 @@ const DEFINED: &str = "
 /// # Errors
 /// [`DatabaseError`].
 pub async fn differences(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
-    let options = connect_options(settings)?.application_name(SETUP_NAME);
-    let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
-    let (mut connection, _) = first_connection(&options, settings, parameters).await?;
-    let pending = pending_migrations(&mut connection).await?;
+    let (mut connection, pending) = connect_for_setup(settings).await?;
     if !pending.is_empty() {
         return Ok(pending.iter().map(|name| format!("the migration {name:?} is missing")).collect());
     }
     let other = match other_definitions(&mut connection).await {
         Ok(other) => other,
-        // A table is missing, which the inspection of the schema names.
-        Err(error) if matches!(sqlstate(&error).as_deref(), Some("42P01" | "42704")) => Vec::new(),
+        Err(error) if is_lack_of_table(&error) => Vec::new(),
         Err(error) => return Err(DatabaseError(why_not_migrated(&error.into()))),
     };
     let _ = connection.close().await;

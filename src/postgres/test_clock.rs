@@ -14,6 +14,17 @@ const CREATE: &str = include_str!("../../sql/clock_for_tests.sql");
 /// Behind the schemas of tables, so that no object is created in it; before Postgres' own functions.
 const END_OF_PATH: &str = "order_timeout_clock, pg_catalog";
 
+/// Whether there is such a clock, as the end of a query: made by the database's owner, because its functions run with the worker's
+/// rights. `n` is its schema.
+macro_rules! from_clock_of_owner {
+    () => {
+        "FROM pg_namespace n, pg_roles r, pg_database d
+         WHERE n.nspname = 'order_timeout_clock' AND r.oid = n.nspowner AND d.datname = current_database()
+           AND (r.oid = d.datdba OR r.rolsuper)"
+    };
+}
+pub(super) use from_clock_of_owner;
+
 /// The shop's own sessions read the same clock. The setting of a database is not copied with it, so it is made again.
 const FOR_OTHER_SESSIONS: &str = "DO $$ BEGIN
     EXECUTE format('ALTER DATABASE %I SET search_path = %s, order_timeout_clock, pg_catalog', current_database(),
@@ -66,11 +77,12 @@ pub(super) async fn search_path(
     connection: &mut PgConnection,
     given: Option<String>,
 ) -> Result<Option<String>, sqlx::Error> {
-    // Made by the database's owner, because its functions run with the worker's rights. Without a schema for tables, objects
-    // would be created in that of the clock.
-    let ask = "SELECT (SELECT current_setting('search_path') FROM pg_namespace n, pg_roles r, pg_database d
-                       WHERE n.nspname = 'order_timeout_clock' AND r.oid = n.nspowner AND d.datname = current_database()
-                         AND (r.oid = d.datdba OR r.rolsuper) AND current_schema() <> n.nspname)";
+    // Without a schema for tables, objects would be created in that of the clock.
+    let ask = concat!(
+        "SELECT (SELECT current_setting('search_path') ",
+        from_clock_of_owner!(),
+        " AND current_schema() <> n.nspname)"
+    );
     let path: Option<String> = one_row(connection, ask.to_owned()).await?.try_get(0)?;
     let path = path.map(|path| given.unwrap_or(path));
     Ok(path.map(|path| if path.contains(END_OF_PATH) { path } else { format!("{path}, {END_OF_PATH}") }))
