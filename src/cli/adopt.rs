@@ -9,7 +9,6 @@ use serde_json::json;
 use crate::cli::{CommandOutcome, OfKind, connect};
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::KindFunction;
 use crate::operations::adopt::check::{self, CheckReport};
 use crate::operations::adopt::propose::{self, Proposal};
 use crate::operations::adopt::{Finding, Level};
@@ -89,7 +88,7 @@ async fn install(database: &Database, settings: &Settings, kind: &Kind, json: bo
         );
     }
     kind_functions::install(database, &functions).await?;
-    let paid = if KindFunction::pay(&functions) { ", and payment_received pays them" } else { "" };
+    let paid = if settings.claims_orders(kind) { ", and payment_received pays them" } else { "" };
     let names: Vec<String> = functions.into_iter().map(|function| function.name).collect();
     let mut outcome = CommandOutcome::default();
     if json {

@@ -127,7 +127,8 @@ pub async fn require_functions(
         let found = kind_functions::is_there(database, kind, what).await;
         found.map_err(|error| DatabaseError(one_line(&error)))
     };
-    let (pay, is_installed) = (KindFunction::pay(functions), is_there("close").await?);
+    let count = KindFunction::name_of(kind, "count");
+    let (pay, is_installed) = (functions.iter().any(|one| one.name == count), is_there("close").await?);
     if !pay && is_installed && (functions.is_empty() || is_there("count").await?) {
         return Err(DatabaseError(format!(
             "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION IF EXISTS kind_{kind}_id, kind_{kind}_order, kind_{kind}_close, kind_{kind}_move, kind_{kind}_count, kind_{kind}_consume, kind_{kind}_reopen",

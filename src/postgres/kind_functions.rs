@@ -40,7 +40,7 @@ pub(super) fn creates(functions: &[KindFunction]) -> String {
 /// # Errors
 /// sqlx's.
 pub async fn is_there(database: &Database, kind: &Kind, what: &str) -> Result<bool, sqlx::Error> {
-    let query = sqlx::query_scalar("SELECT to_regproc($1) IS NOT NULL").bind(format!("kind_{kind}_{what}"));
+    let query = sqlx::query_scalar("SELECT to_regproc($1) IS NOT NULL").bind(KindFunction::name_of(kind, what));
     database.run(async |connection| query.fetch_one(connection).await).await
 }
 

@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use order_timeout_core::kind::Kind;
+
 use super::{
     IS_DUE, LEAVES_OPEN, MappingError, NOW, NULL, PATH, Parts, StockColumns, among, among_those, as_numbered, ended,
     ids, literal, name, numbered, setting, step,
@@ -21,9 +23,6 @@ const NEW_CLAIM: &str = "DO UPDATE\n        SET claimed_by = excluded.claimed_by
 
 /// Functions of the default tables that are not rendered (`sql/functions/default_orders.sql`).
 const WRITTEN_FOR_DEFAULT_TABLES: [&str; 3] = ["default_id", "default_order", "default_count"];
-
-/// What the function does that only a kind with `pay` has.
-const COUNT: &str = "count";
 
 /// A function of a kind, as `adopt --install` creates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,10 +48,10 @@ impl KindFunction {
         )
     }
 
-    /// Whether these pay orders.
+    /// The name of the function of this kind that does this.
     #[must_use]
-    pub fn pay(functions: &[Self]) -> bool {
-        functions.iter().any(|function| function.name.ends_with(COUNT))
+    pub fn name_of(kind: &Kind, what: &str) -> String {
+        format!("kind_{kind}_{what}")
     }
 }
 
@@ -253,7 +252,7 @@ impl Parts<'_> {
         if let Some(pay) = &self.table.pay {
             self.require_payable()?;
             functions.push(self.function(
-                COUNT,
+                "count",
                 "(order_id text, counted bigint, pays boolean, by text, why text, answers text) RETURNS boolean",
                 "plpgsql",
                 self.count_function(pay)?,
@@ -291,7 +290,7 @@ impl Parts<'_> {
     fn function_name(&self, what: &str) -> String {
         match self.table.is_built_in {
             true => format!("default_{what}"),
-            false => format!("kind_{}_{what}", self.words.kind),
+            false => KindFunction::name_of(&self.words.kind, what),
         }
     }
 

@@ -17,7 +17,7 @@ use crate::config::kinds::{OrdersOf, TableSettings, key_of};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::render::LEAVES_OPEN;
-use crate::mapping::{self, Facts, KindFunction, Questions, RelationKind, quote};
+use crate::mapping::{self, Facts, Questions, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::sentence;
 use crate::operations::first_backlog::{self, Backlog, Verdict};
@@ -142,7 +142,7 @@ impl Check<'_> {
             self.unusable(database, unusable).await?;
             self.next_due(database, &sweeper).await?;
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
-            if functions.is_ok() && KindFunction::pay(&statements.functions) {
+            if functions.is_ok() && !statements.functions.is_empty() && self.settings.claims_orders(self.kind) {
                 self.dry_payment(database, &closer, &sweeper, facts.as_ref()).await;
                 self.dry_reopening(database, &closer, &sweeper, facts.as_ref()).await;
             }
