@@ -297,26 +297,27 @@ fn operation_is_quiet() {
 
 type Change = fn(&mut Settings);
 
-/// Changes of the settings that shops make, one deployment each.
-const OTHER_SETTINGS: [(&str, Change); 9] = [
-    ("shards and reminders", |settings| {
-        settings.delay.lane_shards = 3;
-        let before = Duration::from_secs(600);
-        settings.kinds.entry(Kind::ORDER).or_default().remind = vec![Remind(before)];
-    }),
-    ("three lanes", |settings| {
-        settings.delay.lanes = [1, 2, 3].map(|seconds| Duration::from_secs(seconds).into()).to_vec()
-    }),
-    ("the wheel alone", |settings| settings.delay.lanes.clear()),
-    ("a worker that is told its kinds", |settings| settings.worker.kinds = vec![Kind::ORDER]),
-    ("few deliveries at once", |settings| settings.worker.prefetch = 10),
-    ("no brake", |settings| settings.brake.enabled = false),
-    ("payments before the deadline alone", |settings| settings.orders.pay_after_deadline = false),
-    ("events kept for a minute", |settings| settings.announce.keep = Duration::from_secs(60)),
-    ("a page for one name", |settings| {
+/// Changes of the settings that shops make, one deployment each: what goes together is changed together.
+const OTHER_SETTINGS: [(&str, Change); 3] = [
+    (
+        "shards, reminders, a worker that is told its kinds, few deliveries at once, events kept for a minute",
+        |settings| {
+            settings.delay.lane_shards = 3;
+            let before = Duration::from_secs(600);
+            settings.kinds.entry(Kind::ORDER).or_default().remind = vec![Remind(before)];
+            settings.worker.kinds = vec![Kind::ORDER];
+            settings.worker.prefetch = 10;
+            settings.announce.keep = Duration::from_secs(60);
+        },
+    ),
+    ("three lanes, no brake, payments before the deadline alone, a page for one name", |settings| {
+        settings.delay.lanes = [1, 2, 3].map(|seconds| Duration::from_secs(seconds).into()).to_vec();
+        settings.brake.enabled = false;
+        settings.orders.pay_after_deadline = false;
         settings.http.page = true;
         settings.http.hosts = vec!["orders.example".to_owned().try_into().unwrap()];
     }),
+    ("the wheel alone", |settings| settings.delay.lanes.clear()),
 ];
 
 #[test]
@@ -326,32 +327,30 @@ fn other_settings_are_quiet() {
     }
 }
 
-/// What a shop may have set for its database or done to our tables, one deployment each. `{database}` is its name.
-const OTHER_DATABASES: [(&str, &str); 8] = [
-    ("serializable transactions", "ALTER DATABASE {database} SET default_transaction_isolation = 'serializable'"),
+/// What a shop may have set for its database or done to our tables, one deployment each: what goes together is set together.
+/// `{database}` is its name.
+const OTHER_DATABASES: [(&str, &str); 3] = [
     (
-        "timeouts of the database",
+        "serializable transactions, and a table that refers to orders",
+        "ALTER DATABASE {database} SET default_transaction_isolation = 'serializable';
+         CREATE TABLE parcels (order_id uuid NOT NULL REFERENCES orders (id))",
+    ),
+    (
+        "timeouts of the database, commits that do not wait for the disk, German dates, a publication of all tables",
         "ALTER DATABASE {database} SET statement_timeout = '60s'; ALTER DATABASE {database} SET lock_timeout = '30s';
-         ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '30s'",
-    ),
-    ("commits that do not wait for the disk", "ALTER DATABASE {database} SET synchronous_commit = off"),
-    (
-        "German dates",
-        "ALTER DATABASE {database} SET datestyle = 'German'; ALTER DATABASE {database} SET intervalstyle = 'sql_standard'",
+         ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '30s';
+         ALTER DATABASE {database} SET synchronous_commit = off;
+         ALTER DATABASE {database} SET datestyle = 'German'; ALTER DATABASE {database} SET intervalstyle = 'sql_standard';
+         CREATE PUBLICATION everything FOR ALL TABLES",
     ),
     (
-        "generic plans, and hints against other scans",
-        "ALTER DATABASE {database} SET plan_cache_mode = 'force_generic_plan'; ALTER DATABASE {database} SET enable_seqscan = off",
-    ),
-    ("a publication of all tables", "CREATE PUBLICATION everything FOR ALL TABLES"),
-    (
-        "a trigger that records each change",
-        "CREATE TABLE audit (at timestamptz, row jsonb);
+        "generic plans, hints against other scans, a trigger that records each change",
+        "ALTER DATABASE {database} SET plan_cache_mode = 'force_generic_plan'; ALTER DATABASE {database} SET enable_seqscan = off;
+         CREATE TABLE audit (at timestamptz, row jsonb);
          CREATE FUNCTION record() RETURNS trigger LANGUAGE plpgsql AS
              'BEGIN INSERT INTO audit VALUES (now(), to_jsonb(NEW)); RETURN NEW; END';
          CREATE TRIGGER record AFTER UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION record()",
     ),
-    ("a table that refers to orders", "CREATE TABLE parcels (order_id uuid NOT NULL REFERENCES orders (id))"),
 ];
 
 #[test]

@@ -10,13 +10,13 @@ mod workers;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::operations::doctor::{CHECKED, Options, Report, examine};
 use order_timeout_core::problem::{Cause, Problem};
 use order_timeout_testkit::away::meanwhile;
-use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_parts};
+use order_timeout_testkit::{TestEnv, wait_for, with_parts};
 use regex::Regex;
 use sqlx::{AssertSqlSafe, PgPool};
 
@@ -83,13 +83,8 @@ impl Stack {
 
     /// The same, as soon as something is found.
     async fn found_in_time(&self, name: Cause) -> Problem {
-        let mut report = self.report().await;
-        let began = Instant::now();
-        while report.exit_code() == 0 {
-            assert!(began.elapsed() < TIMEOUT, "{name:?} is not found");
-            report = self.report().await;
-        }
-        only(&report, name)
+        wait_for(name.as_str(), async || self.report().await.exit_code() != 0).await;
+        self.found(name).await
     }
 
     async fn wait_until_nothing_found(&self, after: &str) {
