@@ -208,13 +208,13 @@ fn wire_insert_takes_trace_context() {
 }
 
 #[test]
-fn guide_rust_is_compiled_code() {
+fn printed_rust_is_compiled_code() {
     let compiled = include_str!("readme.rs");
-    let snippets = blocks(GUIDE, "rust");
-    assert!(!snippets.is_empty());
+    let snippets = [blocks(README, "rust"), blocks(GUIDE, "rust")].concat();
+    assert!(snippets.len() > 2);
     for line in snippets.iter().flat_map(|snippet| snippet.lines()) {
         let line = line.split("   //").next().unwrap();
-        assert!(compiled.contains(&format!("\n    {line}\n")), "the guide's {line:?} is not compiled anywhere");
+        assert!(compiled.contains(&format!("\n    {line}\n")), "{line:?} is not compiled anywhere");
     }
 }
 
