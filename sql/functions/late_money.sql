@@ -84,7 +84,8 @@ BEGIN
 END $$;
 
 -- The same for orders of a mapped table that were closed in this statement, which calls it: their rows may be gone. VOLATILE,
--- so that it reads with a snapshot of its own.
+-- so that it reads with a snapshot of its own. Every role may call it, as the close does, so it leaves an order alone that is open
+-- or paid.
 CREATE OR REPLACE FUNCTION release_parts_of(order_ids text[], of_kind text) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN
@@ -92,7 +93,8 @@ BEGIN
         SELECT DISTINCT p.order_id FROM received_payments p
         WHERE p.order_id = ANY (order_ids) AND p.kind = of_kind AND p.counted_minor > 0
         ORDER BY p.order_id
-    ) r;
+    ) r
+    WHERE (SELECT l.state IN ('open', 'closing', 'paid') FROM locked_order(of_kind, r.order_id, true) l) IS NOT TRUE;
 END $$;
 
 -- An order that is locked has been paid: what was counted beyond its price, because the shop has lowered it since, becomes

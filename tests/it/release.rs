@@ -70,14 +70,14 @@ fn released_order_is_closed_with_all_it_has() {
                        AND why = 'the card was declined'";
         assert_eq!(env.count(history).await, 1);
         env.assert_ledger().await;
-        // Its alarm comes later, and finds it closed.
+        // Its alarm comes later, and finds it closed; one for an order that is due then comes with it.
         let worker = env.worker().await;
-        env.deliver([&order]).await;
-        wait_for("the event", async || env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0)
-            .await;
+        let due = env.order(Duration::from_secs(1)).await;
+        env.deliver([&Order { id: order.id, deadline: due.deadline }, &due]).await;
+        wait_for("the close", async || env.closed().await == 2).await;
         worker.stop().await;
         env.assert_drained().await;
-        assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 2);
         let (_, told, error) = call_with(&env.settings, &["explain", &order.id.to_string()]).await;
         for part in
             ["it is closed: released, ", " before its deadline, because the card was declined", "; why: the card"]
@@ -216,6 +216,19 @@ fn payment_and_release_have_one_winner() {
         assert_eq!(env.count("SELECT count(*) FROM late_payments").await, closed);
         assert_eq!(events(&env).await.len(), usize::try_from(closed).unwrap());
         env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn repeatable_read_is_refused() {
+    TestEnv::builder().without_broker().run(async |env| {
+        let order = env.order(HOUR).await;
+        for call in ["payment_received($1, 'card', 'pi_1', 4990, 'CNY')", "release($1, 'declined')"] {
+            let mut transaction = env.pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ").await.unwrap();
+            let called = sqlx::query(AssertSqlSafe(format!("SELECT {call}"))).bind(order.id.to_string());
+            let refused = called.execute(&mut *transaction).await.unwrap_err().to_string();
+            assert!(refused.contains("begin it as READ COMMITTED"), "{call}: {refused}");
+        }
     });
 }
 

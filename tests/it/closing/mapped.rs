@@ -245,6 +245,8 @@ fn parts_of_closed_mapped_order_are_late() {
         install(&env).await;
         overdue(&env, 1..=2).await;
         assert_eq!(report(&env, "pi_1", 1_000).await.0, "partial");
+        execute(&env, "SELECT release_parts_of(ARRAY['1'], 'order')").await;
+        assert_eq!(env.count("SELECT count(*) FROM late_payments").await, 0, "it is open");
         let mut driver = Driver::start(&env, Arc::new(Provider::default())).await;
         driver.deliver_alarms(&alarms(&env).await).await;
         driver.run_until(&env, UNFINISHED, 0).await;
