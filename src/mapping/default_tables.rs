@@ -23,6 +23,7 @@ const ORDERS: Columns = &[
     ("closed_at", "timestamptz", "timestamp with time zone"),
     ("closed_by", "text", "text"),
     ("close_reason", "text", "text"),
+    ("received_minor", "int8", "bigint"),
 ];
 const ORDER_ITEMS: Columns = &[("order_id", "uuid", "uuid"), ("article_id", "text", "text")];
 const STOCK: Columns =

@@ -159,6 +159,19 @@ impl<'a> Parts<'a> {
         format!("CASE WHEN ({paid}) THEN 'paid'{closing} WHEN ({open}) THEN 'unpaid' ELSE 'closed' END")
     }
 
+    /// The columns of the orders table whose names are in these expressions: to sort whole rows takes 2 % of a close in the default
+    /// table, and more in a wider one. All of them if an expression may mean the row itself, or escape a name.
+    fn columns_in(&self, expressions: &str) -> String {
+        let text = expressions.to_lowercase();
+        let row = self.facts.orders.name.to_lowercase();
+        let mut behind_rows = text.match_indices(&row).map(|(at, _)| text[at + row.len()..].trim_start_matches('"'));
+        if text.contains(".*") || text.contains("u&") || behind_rows.any(|behind| !behind.starts_with('.')) {
+            return "o.*".to_owned();
+        }
+        let read = self.facts.orders.columns.keys().filter(|column| text.contains(&column.to_lowercase()));
+        read.map(|column| format!("o.{}", name(column))).collect::<Vec<_>>().join(", ")
+    }
+
     fn zone(&self) -> Option<String> {
         self.table.time_zone.as_deref().map(literal)
     }
@@ -166,6 +179,14 @@ impl<'a> Parts<'a> {
     fn close(&self) -> Result<String, MappingError> {
         let (orders, alias) = (self.orders(), self.alias());
         let count = self.id.len();
+        let read = format!(
+            "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}",
+            self.id_as_keys(&alias),
+            self.usable_deadline(),
+            ended(&self.table.open),
+            ended(&self.table.paid),
+            self.claimable_columns(),
+        );
         let mut steps = vec![
             step(
                 "ot_asked",
@@ -193,12 +214,8 @@ impl<'a> Parts<'a> {
             step(
                 "ot_decided AS MATERIALIZED",
                 &format!(
-                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid{}\n    FROM (\n        SELECT o.* FROM {orders} AS o\n        WHERE {}\n        ORDER BY {}\n        FOR {lock} OF o SKIP LOCKED\n    ) AS {alias}",
-                    self.id_as_keys(&alias),
-                    self.usable_deadline(),
-                    ended(&self.table.open),
-                    ended(&self.table.paid),
-                    self.claimable_columns(),
+                    "{read}\n    FROM (\n        SELECT {} FROM {orders} AS o\n        WHERE {}\n        ORDER BY {}\n        FOR {lock} OF o SKIP LOCKED\n    ) AS {alias}",
+                    self.columns_in(&read),
                     among(&self.id_columns("o"), "ot_there", "k"),
                     self.id_columns("o").join(", "),
                     lock = if self.table.close.columns().is_some() { "NO KEY UPDATE" } else { "UPDATE" },

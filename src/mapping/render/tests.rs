@@ -42,7 +42,13 @@ fn facts(shop: &str) -> Facts {
                 "public",
                 "oms_order",
                 Table,
-                &[("id", "int8"), ("status", "int2"), ("create_time", "timestamp"), ("modify_time", "timestamp")],
+                &[
+                    ("id", "int8"),
+                    ("status", "int2"),
+                    ("delete_status", "int4"),
+                    ("create_time", "timestamp"),
+                    ("modify_time", "timestamp"),
+                ],
             ),
             deadline_type: "TIMESTAMP".into(),
             stock: vec![(
@@ -74,6 +80,7 @@ fn facts(shop: &str) -> Facts {
                     ("payment_state", "payment_state"),
                     ("expiresAt", "timestamptz"),
                     ("canceledAt", "timestamptz"),
+                    ("payment_method", "text"),
                 ],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
@@ -106,7 +113,14 @@ fn facts(shop: &str) -> Facts {
                 "platform",
                 "orders",
                 Table,
-                &[("tenant", "text"), ("number", "int8"), ("state", "text"), ("closed_at", "timestamptz")],
+                &[
+                    ("tenant", "text"),
+                    ("number", "int8"),
+                    ("state", "text"),
+                    ("channel", "text"),
+                    ("created_at", "timestamp"),
+                    ("closed_at", "timestamptz"),
+                ],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
             stock: vec![(
@@ -170,6 +184,21 @@ fn questions_match_golden_files() {
         let parts = [&asked.overdue, &asked.due, &asked.due_minutes, asked.units_by_minute.as_ref().unwrap()];
         let sql = format!("-- What operators ask about {name}.\n{}", parts.map(String::as_str).join(";\n\n"));
         assert_golden(&format!("{name}_questions.sql"), &sql);
+    }
+}
+
+#[test]
+fn close_locks_columns_that_are_read() {
+    for (open, columns) in [
+        ("\"status\" = 0", r#"o."create_time", o."id", o."status""#),
+        ("oms_order IS NOT NULL", "o.*"),
+        ("(oms_order.*) IS NOT NULL", "o.*"),
+        (r#"U&"delete\005fstatus" = 0"#, "o.*"),
+    ] {
+        let (mut table, facts) = (table("mall"), facts("mall"));
+        table.open = open.to_owned();
+        let close = render(&words(), &table, &facts).unwrap().close;
+        assert!(close.contains(&format!("SELECT {columns} FROM \"public\".\"oms_order\"")), "{close}");
     }
 }
 
