@@ -162,13 +162,15 @@ impl<'a> Parts<'a> {
     /// The columns of the orders table whose names are in these expressions: to sort whole rows takes 2 % of a close in the default
     /// table, and more in a wider one. All of them if an expression may mean the row itself, or escape a name.
     fn columns_in(&self, expressions: &str) -> String {
-        let text = expressions.to_lowercase();
-        let row = self.facts.orders.name.to_lowercase();
+        // As both may be written: Postgres folds ASCII alone, and a quote in a name is doubled.
+        let text = expressions.to_ascii_lowercase();
+        let written = |plain: &str| plain.replace('"', "\"\"").to_ascii_lowercase();
+        let row = written(&self.facts.orders.name);
         let mut behind_rows = text.match_indices(&row).map(|(at, _)| text[at + row.len()..].trim_start_matches('"'));
         if text.contains(".*") || text.contains("u&") || behind_rows.any(|behind| !behind.starts_with('.')) {
             return "o.*".to_owned();
         }
-        let read = self.facts.orders.columns.keys().filter(|column| text.contains(&column.to_lowercase()));
+        let read = self.facts.orders.columns.keys().filter(|column| text.contains(&written(column)));
         read.map(|column| format!("o.{}", name(column))).collect::<Vec<_>>().join(", ")
     }
 

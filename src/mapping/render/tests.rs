@@ -191,11 +191,14 @@ fn questions_match_golden_files() {
 fn close_locks_columns_that_are_read() {
     for (open, columns) in [
         ("\"status\" = 0", r#"o."create_time", o."id", o."status""#),
+        (r#""Odd""name" = 0"#, r#"o."Odd""name", o."create_time", o."id", o."status""#),
         ("oms_order IS NOT NULL", "o.*"),
         ("(oms_order.*) IS NOT NULL", "o.*"),
         (r#"U&"delete\005fstatus" = 0"#, "o.*"),
     ] {
-        let (mut table, facts) = (table("mall"), facts("mall"));
+        let (mut table, mut facts) = (table("mall"), facts("mall"));
+        let integer = ColumnType { base: "int4".into(), sql: "integer".into() };
+        facts.orders.columns.insert("Odd\"name".into(), integer);
         table.open = open.to_owned();
         let close = render(&words(), &table, &facts).unwrap().close;
         assert!(close.contains(&format!("SELECT {columns} FROM \"public\".\"oms_order\"")), "{close}");
