@@ -48,8 +48,8 @@ BEGIN
     -- It reads what was committed before it began: not the payments and attempts of a session for whose lock it waits.
     -- SERIALIZABLE does too, and fails then.
     IF current_setting('transaction_isolation') = 'repeatable read' THEN
-        RAISE 'this transaction is REPEATABLE READ and does not see payments that are reported meanwhile; begin it as READ COMMITTED'
-            USING ERRCODE = 'invalid_transaction_state';
+        RAISE 'this transaction is REPEATABLE READ and does not see payments that are reported meanwhile; begin it as READ COMMITTED, or ALTER ROLE % SET default_transaction_isolation = ''read committed''',
+            quote_ident(session_user) USING ERRCODE = 'invalid_transaction_state';
     END IF;
     EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'order'))
     INTO state, deadline, amount_minor, currency USING order_id, waits;
