@@ -16,8 +16,6 @@ CREATE TABLE orders (
     -- What it costs, in the currency's smallest unit. NULL: not known, and then any payment pays it.
     amount_minor   bigint,
     currency       text,
-    -- What payments have counted toward the order. NULL: none was reported, or it was released when the order closed.
-    received_minor bigint,
 
     CONSTRAINT the_deadline_is_within_the_calendar
         CHECK (expires_at BETWEEN '0001-01-01 00:00:00+00' AND '9999-12-31 00:00:00+00'),
@@ -33,8 +31,7 @@ CREATE TABLE orders (
         CHECK (closed_at >= expires_at OR closed_by = 'released'),
     -- Anything else could never be paid: a payment's currency is three capital letters.
     CONSTRAINT the_currency_is_three_letters CHECK (currency ~ '^[A-Z]{3}$'),
-    CONSTRAINT an_order_costs_no_negative_amount CHECK (amount_minor >= 0),
-    CONSTRAINT no_negative_amount_was_received CHECK (received_minor >= 0)
+    CONSTRAINT an_order_costs_no_negative_amount CHECK (amount_minor >= 0)
 );
 
 -- The deadline index: only unpaid orders are in it, so it stays small however old the table is.

@@ -92,7 +92,7 @@ refunds AS (
     -- The order is paid by another attempt, so that no person looks at it: it is in the history, which a mapped table has not.
     INSERT INTO order_events (order_id, event, by, reason)
     SELECT o.id, 'payment_refunded', 'provider', e.provider || ' ' || e.reference
-    FROM attempts_ended e JOIN orders o ON o.id = default_order_key(e.order_id)
+    FROM attempts_ended e JOIN orders o ON o.id = uuid_of(e.order_id)
     WHERE e.state = 'refunded' AND $1::text = 'order'
       AND (e.order_id IN (SELECT l.order_id FROM locked l WHERE l.state <> 'busy')) IS TRUE
     RETURNING 1

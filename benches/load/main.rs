@@ -63,6 +63,9 @@ pub struct Options {
     /// The worker alone, without limits and competitors: for analysis, not for comparison
     #[arg(long, global = true)]
     alone: bool,
+    /// With the default tables as a mapping in a settings file, as a shop's own table is
+    #[arg(long, global = true)]
+    mapped: bool,
     /// For burst and steady: also with so many browsers that have the worker's page open
     #[arg(long, global = true, default_value_t = 0)]
     pages: usize,

@@ -1,15 +1,15 @@
 -- How an order of any kind is named, locked, paid, consumed, moved and reopened: by the functions of its kind.
 
--- The key in the default table `orders`, from any spelling of a UUID that Postgres reads, and with the prefix of RFC 9562;
--- NULL for a text that is none, so that money for such an order is recorded all the same.
-CREATE OR REPLACE FUNCTION default_order_key(order_id text) RETURNS uuid LANGUAGE sql IMMUTABLE AS $$
+-- A UUID from any spelling that Postgres reads, and with the prefix of RFC 9562; NULL for a text that is none, so that money for such
+-- an order is recorded all the same.
+CREATE OR REPLACE FUNCTION uuid_of(order_id text) RETURNS uuid LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN k.id ~ '^(([0-9a-f]{4}-?){7}[0-9a-f]{4}|\{([0-9a-f]{4}-?){7}[0-9a-f]{4}\})$' THEN k.id::uuid END
     FROM regexp_replace(lower(btrim(order_id, E' \t\r\n')), '^urn:uuid:', '') AS k (id)
 $$;
 
--- The function of a kind that does this: `id`, `order`, `close`, `move`, `count`, `consume` or `reopen`. Those of a mapped table
--- are rendered from its mapping (`order-timeout adopt --install`); the kind `order` has those of the default tables until there
--- are others.
+-- The function of a kind that does this: `id`, `order`, `close`, `move`, `pay`, `consume`, `reopen` or `attempts`. They are
+-- rendered from the mapping of its table (`order-timeout adopt --install`); the kind `order` has those of the default tables until
+-- there are others.
 CREATE OR REPLACE FUNCTION function_of_kind(kind text, what text) RETURNS text LANGUAGE plpgsql STABLE
 SET search_path FROM CURRENT AS $$
 DECLARE
@@ -20,12 +20,17 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     ELSIF to_regproc(mapped) IS NOT NULL THEN
         RETURN mapped;
-    ELSIF kind = 'order' AND to_regproc('kind_order_close') IS NULL THEN
+    ELSIF has_default_tables(kind) THEN
         RETURN 'default_' || what;
     END IF;
     RAISE 'final: the kind % lacks the function %; run order-timeout adopt --kind % --install', kind, mapped, kind
         USING ERRCODE = 'invalid_parameter_value';
 END $$;
+
+-- Whether orders of this kind are in the default tables.
+CREATE OR REPLACE FUNCTION has_default_tables(kind text) RETURNS boolean LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT kind = 'order' AND to_regproc('kind_order_close') IS NULL
+$$;
 
 -- The order's id as its table prints it; the text itself if it is no id of that table.
 CREATE OR REPLACE FUNCTION order_id_of_kind(kind text, order_id text) RETURNS text LANGUAGE plpgsql STABLE STRICT
@@ -71,16 +76,21 @@ LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
     SELECT l.state, l.deadline FROM locked_order(kind, order_id, false) l
 $$;
 
--- Counts money toward an open order that is locked, and says whether its row has changed; with `pays` the order is paid by
--- it. `by`, `why` and `answers` are for the history of the default tables. Not for callbacks.
-CREATE OR REPLACE FUNCTION count_for_order(
-    kind text, order_id text, counted bigint, pays boolean, by text, why text, answers text
-) RETURNS boolean LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+-- Money of an open order that is locked: with `pays` the order is paid by it; says whether its row has changed then. What counts is
+-- in received_payments alone. `by`, `why` and `answers` are for the history, which the default tables have. Not for callbacks.
+CREATE OR REPLACE FUNCTION count_for_order(kind text, order_id text, pays boolean, by text, why text, answers text)
+RETURNS boolean LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    has_changed boolean;
+    has_changed boolean := true;
 BEGIN
-    EXECUTE format('SELECT %I($1, $2, $3, $4, $5, $6)', function_of_kind(kind, 'count'))
-    INTO has_changed USING order_id, counted, pays, by, why, answers;
+    IF pays THEN
+        EXECUTE format('SELECT %I($1)', function_of_kind(kind, 'pay')) INTO has_changed USING order_id;
+    END IF;
+    IF has_changed AND has_default_tables(kind) THEN
+        INSERT INTO order_events (order_id, event, by, reason, answers)
+        VALUES (uuid_of(count_for_order.order_id), CASE WHEN pays THEN 'paid' ELSE 'payment_received' END, count_for_order.by, why,
+                nullif(count_for_order.answers, ''));
+    END IF;
     RETURN has_changed;
 END $$;
 
@@ -93,11 +103,11 @@ END $$;
 
 -- Pays a closed order that is locked with money that came late: takes again what its close gave back, and consumes it. Or returns
 -- the stock of which too little is left, and has changed nothing. Not for callbacks.
-CREATE OR REPLACE FUNCTION reopen_order(kind text, order_id text, counted bigint)
+CREATE OR REPLACE FUNCTION reopen_order(kind text, order_id text)
 RETURNS TABLE (stock text, key text, wanted text, available text) LANGUAGE plpgsql SECURITY DEFINER
 SET search_path FROM CURRENT AS $$
 BEGIN
-    RETURN QUERY EXECUTE format('SELECT * FROM %I($1, $2)', function_of_kind(kind, 'reopen')) USING order_id, counted;
+    RETURN QUERY EXECUTE format('SELECT * FROM %I($1)', function_of_kind(kind, 'reopen')) USING order_id;
 END $$;
 
 -- Attempts are found by the order's id as its table prints it, by the provider's name in the settings, and by a currency in
@@ -105,7 +115,7 @@ END $$;
 CREATE OR REPLACE FUNCTION canonical_attempt() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
-    key uuid := default_order_key(NEW.order_id);
+    key uuid := uuid_of(NEW.order_id);
 BEGIN
     NEW.order_id := CASE
         WHEN to_regproc(format('%I', 'kind_' || NEW.kind || '_id')) IS NOT NULL THEN order_id_of_kind(NEW.kind, NEW.order_id)
@@ -147,7 +157,7 @@ END $$;
 REVOKE ALL ON FUNCTION
     locked_order(text, text, boolean),
     lock_free_order(text, text),
-    count_for_order(text, text, bigint, boolean, text, text, text),
+    count_for_order(text, text, boolean, text, text, text),
     consume_for_orders(text, text[]),
-    reopen_order(text, text, bigint)
+    reopen_order(text, text)
 FROM PUBLIC;

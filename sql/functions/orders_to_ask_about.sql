@@ -1,3 +1,14 @@
+-- Takes the attempts of these orders over from the shop's own table, if its mapping names one (the kind's function `attempts`).
+--
+-- SECURITY DEFINER: a worker's role needs no right on that table.
+CREATE OR REPLACE FUNCTION take_over_attempts(order_ids text[], of_kind text) RETURNS void LANGUAGE plpgsql SECURITY DEFINER
+SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format('SELECT %I($1)', function_of_kind(of_kind, 'attempts')) USING order_ids;
+END $$;
+
+REVOKE ALL ON FUNCTION take_over_attempts(text[], text) FROM PUBLIC;
+
 -- Which of these orders have an attempt that may bring money, and the provider of the newest one: such an order is never
 -- closed without an answer of its provider, whatever the settings of the worker are that finds it due.
 --
@@ -8,6 +19,9 @@ CREATE OR REPLACE FUNCTION orders_to_ask_about(order_ids text[], of_kind text DE
 RETURNS TABLE (order_id text, provider text) LANGUAGE plpgsql VOLATILE ROWS 100 AS $$
 #variable_conflict use_column
 BEGIN
+    IF cardinality(order_ids) > 0 AND to_regproc(format('%I', 'kind_' || of_kind || '_attempts')) IS NOT NULL THEN
+        PERFORM take_over_attempts(order_ids, of_kind);
+    END IF;
     RETURN QUERY
     SELECT DISTINCT ON (a.order_id) a.order_id, a.provider
     FROM payment_attempts a

@@ -39,10 +39,12 @@ CREATE OR REPLACE FUNCTION nothing_left_to_pay() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     target orders;
+    received bigint := (SELECT sum(p.counted_minor) FROM received_payments p
+                        WHERE p.order_id = NEW.id::text AND p.kind = 'order' AND p.counted_minor > 0);
 BEGIN
-    SELECT * INTO target FROM orders o WHERE o.id = NEW.id FOR NO KEY UPDATE;
-    IF target.status IN ('unpaid', 'closing') AND target.received_minor >= target.amount_minor THEN
-        PERFORM count_payment('order', target.id::text, target.amount_minor, 0, true, 'price lowered to ' || target.amount_minor);
+    SELECT * INTO target FROM orders o WHERE o.id = NEW.id AND received > 0 FOR NO KEY UPDATE;
+    IF target.status IN ('unpaid', 'closing') AND received >= target.amount_minor THEN
+        PERFORM count_payment('order', target.id::text, target.amount_minor, true, 'price lowered to ' || target.amount_minor);
         PERFORM announce_paid('order', target.id::text, target.expires_at);
     END IF;
     RETURN NULL;
@@ -57,7 +59,7 @@ BEGIN
     IF NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = 'orders'::regclass AND t.tgname = 'nothing_left_to_pay') THEN
         CREATE CONSTRAINT TRIGGER nothing_left_to_pay AFTER UPDATE OF amount_minor ON orders
             DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-            WHEN (NEW.status IN ('unpaid', 'closing') AND NEW.received_minor >= NEW.amount_minor)
+            WHEN (NEW.status IN ('unpaid', 'closing') AND NEW.amount_minor IS DISTINCT FROM OLD.amount_minor)
             EXECUTE FUNCTION nothing_left_to_pay();
     END IF;
 END $$;

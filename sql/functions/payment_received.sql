@@ -123,6 +123,11 @@ BEGIN
     -- The order's row first, as the close does: whatever decides is read behind this lock. It waits for a close that is
     -- being committed.
     SELECT * INTO target FROM locked_order(of_kind, id_text, true);
+    IF target.state IS NULL AND uuid_of(id_text) IS NOT NULL AND has_default_tables(of_kind) THEN
+        -- It may be in a transaction that commits at this moment.
+        PERFORM pg_advisory_xact_lock('orders'::regclass::oid::integer, number_of_order(uuid_of(id_text)));
+        SELECT * INTO target FROM locked_order(of_kind, id_text, true);
+    END IF;
     SELECT * INTO attempt FROM payment_attempts a WHERE a.provider = payer AND a.reference = payment_received.reference;
     SELECT coalesce(sum(p.counted_minor), 0), coalesce(bool_or(p.currency <> money), false) INTO received, is_mixed
     FROM received_payments p WHERE p.order_id = id_text AND p.kind = of_kind AND p.counted_minor > 0;
@@ -181,7 +186,7 @@ BEGIN
     IF verdict = 'late' THEN
         PERFORM record_late_payment(of_kind, id_text, payer, payment_received.reference, payment_received.amount_minor, money, why);
     ELSE
-        PERFORM count_payment(of_kind, id_text, target.amount_minor, counted, verdict = 'paid',
+        PERFORM count_payment(of_kind, id_text, target.amount_minor, verdict = 'paid',
                               payer || ' ' || payment_received.reference);
         IF payment_received.amount_minor > counted THEN
             PERFORM record_late_payment(of_kind, id_text, payer, payment_received.reference,
@@ -194,11 +199,11 @@ END $$;
 
 -- Counts money toward an open order whose row the caller has locked; if that pays the order, what it has reserved is
 -- consumed. Not for callbacks.
-CREATE OR REPLACE FUNCTION count_payment(kind text, order_id text, price bigint, counted bigint, pays boolean, why text)
+CREATE OR REPLACE FUNCTION count_payment(kind text, order_id text, price bigint, pays boolean, why text)
 RETURNS void LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
-    IF NOT count_for_order(kind, order_id, counted, pays, 'payment', why, NULL) THEN
+    IF NOT count_for_order(kind, order_id, pays, 'payment', why, NULL) THEN
         RAISE 'a trigger keeps order % unpaid; the payment is not recorded, so report it again', order_id;
     END IF;
     IF NOT pays THEN
@@ -253,6 +258,6 @@ REVOKE ALL ON FUNCTION
     is_open_late_money(received_payments),
     take_late_money(text, text, text, text),
     payment_received(text, text, text, bigint, text, text),
-    count_payment(text, text, bigint, bigint, boolean, text),
+    count_payment(text, text, bigint, boolean, text),
     late_payment_received(text, text, text, bigint, text, text)
 FROM PUBLIC;

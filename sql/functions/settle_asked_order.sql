@@ -70,12 +70,10 @@ BEGIN
         RETURN 'amount_differs';
     END IF;
     IF result = 'settled' THEN
-        IF NOT count_for_order(of_kind, settle_asked_order.order_id, total, true, 'provider',
+        IF NOT count_for_order(of_kind, settle_asked_order.order_id, true, 'provider',
                                'the provider had the money when the order was to be closed', answers) THEN
             RETURN 'kept';
         END IF;
-    ELSIF total > 0 AND of_kind = 'order' THEN
-        UPDATE orders o SET received_minor = coalesce(o.received_minor, 0) + total WHERE o.id = default_order_key(settle_asked_order.order_id);
     END IF;
     missing := greatest(missing, 0);
     FOR n IN 1 .. cardinality(refs) LOOP
@@ -152,7 +150,7 @@ LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
             CASE WHEN n.rounds > 0 THEN concat('rounds without an answer: ', n.rounds, ', the last: ', n.last_answers) END,
             nullif(end_claims.answers ->> n.order_id, '')), '')
     FROM ended n
-    WHERE of_kind = 'order' AND e.event = 'closed' AND e.order_id = default_order_key(n.order_id) AND n.order_id = ANY (closed)
+    WHERE of_kind = 'order' AND e.event = 'closed' AND e.order_id = uuid_of(n.order_id) AND n.order_id = ANY (closed)
 $$;
 
 REVOKE ALL ON FUNCTION

@@ -388,6 +388,8 @@ pub struct TableSettings {
     /// What the columns of a closed order are set to when late money pays it, besides what `pay` sets; without it, late money
     /// reopens none.
     pub reopen: Option<BTreeMap<String, String>>,
+    /// The shop's own table of attempts to pay; without it, the shop writes ours.
+    pub attempts: Option<AttemptsSettings>,
     /// The stock that orders reserve, in the order in which it is locked.
     #[serde(default)]
     pub stock: Vec<StockSettings>,
@@ -445,6 +447,53 @@ impl CloseSettings {
             Self::Set(columns) => Some(columns),
             Self::Delete => None,
         }
+    }
+}
+
+/// The shop's own table of attempts to pay. Besides `table` and `order`, all are expressions on its row.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttemptsSettings {
+    /// The table, with its schema.
+    pub table: String,
+    /// Its columns that hold the order's id.
+    pub order: Names,
+    /// A condition: the attempt may still bring money.
+    pub open: String,
+    /// The provider's name in the settings.
+    pub provider: String,
+    /// What the provider knows the attempt by.
+    pub reference: String,
+    /// What it is to pay, with as many decimal places as the mapping's `minor_units` says.
+    pub amount: String,
+    /// In which currency.
+    pub currency: String,
+    /// When it began; without it, the moment at which a worker first sees it.
+    pub created_at: Option<String>,
+    /// After this moment the provider takes no payment for it.
+    pub payable_until: Option<String>,
+}
+
+impl AttemptsSettings {
+    /// Its expressions, with their names.
+    #[must_use]
+    pub fn expressions(&self) -> Vec<(&'static str, &str)> {
+        let always = [
+            ("open", &self.open),
+            ("provider", &self.provider),
+            ("reference", &self.reference),
+            ("amount", &self.amount),
+            ("currency", &self.currency),
+        ];
+        let times = [("created_at", &self.created_at), ("payable_until", &self.payable_until)];
+        let times = times.into_iter().filter_map(|(name, time)| time.as_ref().map(|time| (name, time)));
+        always.into_iter().chain(times).map(|(name, expression)| (name, expression.as_str())).collect()
+    }
+
+    fn validate(&self, id_columns: usize) -> Result<(), Fault> {
+        require_text("table", &self.table)?;
+        require_names("order", &self.order, Some((id_columns, "id")))?;
+        self.expressions().into_iter().try_for_each(|(name, expression)| require_expression(name, expression))
     }
 }
 
@@ -559,6 +608,9 @@ impl TableSettings {
             }
         }
         self.validate_payments()?;
+        if let Some(attempts) = &self.attempts {
+            attempts.validate(self.id.0.len()).map_err(|(name, why)| (format!("attempts.{name}"), why))?;
+        }
         for (index, stock) in self.stock.iter().enumerate() {
             stock.validate(self.id.0.len()).map_err(|(name, why)| (format!("stock[{index}].{name}"), why))?;
             let earlier = &self.stock[..index];
@@ -593,8 +645,11 @@ impl TableSettings {
                 return Err((format!("closing.{column}"), why));
             }
         }
-        let mut alone =
-            vec![("closing".to_owned(), self.closing.is_some()), ("reopen".to_owned(), self.reopen.is_some())];
+        let mut alone = vec![
+            ("closing".to_owned(), self.closing.is_some()),
+            ("reopen".to_owned(), self.reopen.is_some()),
+            ("attempts".to_owned(), self.attempts.is_some()),
+        ];
         alone.extend(
             self.stock
                 .iter()

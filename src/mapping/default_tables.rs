@@ -10,7 +10,8 @@ use order_timeout_core::kind::Kind;
 use super::{ColumnType, Facts, KindWords, Relation, RelationKind, Rendered, render};
 use crate::config::kinds::TableSettings;
 
-const MAPPING: &str = include_str!("default_tables.toml");
+/// As a settings file has it below `kinds.NAME.table`.
+pub const MAPPING: &str = include_str!("default_tables.toml");
 
 /// Columns that the statements name: name, type in `pg_type`, type as SQL casts to it.
 type Columns = &'static [(&'static str, &'static str, &'static str)];
@@ -23,7 +24,6 @@ const ORDERS: Columns = &[
     ("closed_at", "timestamptz", "timestamp with time zone"),
     ("closed_by", "text", "text"),
     ("close_reason", "text", "text"),
-    ("received_minor", "int8", "bigint"),
 ];
 const ORDER_ITEMS: Columns = &[("order_id", "uuid", "uuid"), ("article_id", "text", "text")];
 const STOCK: Columns =
@@ -64,13 +64,13 @@ fn facts() -> Facts {
     Facts {
         orders: relation("orders", ORDERS),
         deadline_type: "TIMESTAMPTZ".into(),
+        attempts: None,
         stock: vec![
             (relation("order_items", ORDER_ITEMS), relation("stock", STOCK)),
             (relation("order_resources", ORDER_RESOURCES), relation("reserved_resources", RESERVED_RESOURCES)),
         ],
         keeps_stock: true,
         status: Some("status"),
-        counted: Some("received_minor"),
         money_fault: None,
     }
 }

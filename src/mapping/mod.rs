@@ -110,14 +110,14 @@ pub struct Facts {
     pub orders: Relation,
     /// The type of the deadline as the wire protocol's client names it: `TIMESTAMPTZ`, `TIMESTAMP`.
     pub deadline_type: String,
+    /// The shop's own table of attempts to pay.
+    pub attempts: Option<Relation>,
     /// For each entry of `stock`: its items and its stock.
     pub stock: Vec<(Relation, Relation)>,
     /// Whether foreign keys keep each stock row that an item names. Looked up nowhere: only of the default tables it is known.
     pub keeps_stock: bool,
     /// The column whose word is an order's status, which only the default table has.
     pub status: Option<&'static str>,
-    /// The column that counts what payments have paid of an order, which only the default table has; NULL if nothing.
-    pub counted: Option<&'static str>,
     /// Why `amount` or `currency` cannot be used: no close needs them, so a worker closes without.
     pub money_fault: Option<MappingError>,
 }

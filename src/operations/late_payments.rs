@@ -128,7 +128,7 @@ const REFUND_DUE: &str = "
         INSERT INTO order_events (order_id, event, by, reason, who, why, run)
         SELECT o.id, 'refund_due', 'manual',
                s.amount_minor || ' ' || s.currency || ' of ' || s.provider || ' ' || s.reference, $2, $3, $4::uuid
-        FROM settled s JOIN orders o ON s.kind = 'order' AND o.id = default_order_key(s.order_id)
+        FROM settled s JOIN orders o ON s.kind = 'order' AND o.id = uuid_of(s.order_id)
     ), event AS (
         INSERT INTO event_outbox (kind, routing_key, type, payload)
         SELECT s.kind, 'order.refund_due', 'order.refund_due.v1', s.event || jsonb_build_object(
@@ -360,7 +360,7 @@ async fn reopen_in(connection: &mut PgConnection, id: i64, operator: &Operator) 
     let paid: i64 = pieces.iter().map(|piece| piece.amount_minor).sum();
     let counted = order.amount_minor.unwrap_or(paid);
     let LockedOrder { kind, order_id, .. } = order;
-    let lacks = take_and_pay(connection, &kind, &order_id, counted).await?;
+    let lacks = take_and_pay(connection, &kind, &order_id).await?;
     if !lacks.is_empty() {
         return Err(ReopenError::NotAvailable { order_id, lacks });
     }
@@ -380,11 +380,9 @@ pub(super) async fn take_and_pay(
     connection: &mut PgConnection,
     kind: &str,
     order_id: &str,
-    counted: i64,
 ) -> Result<Vec<Lack>, sqlx::Error> {
-    let lacks = sqlx::query_as("SELECT * FROM reopen_order($1, $2, $3)");
-    let lacks: Vec<(String, String, String, String)> =
-        lacks.bind(kind).bind(order_id).bind(counted).fetch_all(connection).await?;
+    let lacks = sqlx::query_as("SELECT * FROM reopen_order($1, $2)");
+    let lacks: Vec<(String, String, String, String)> = lacks.bind(kind).bind(order_id).fetch_all(connection).await?;
     let read = |(stock, key, wanted, available)| Lack { stock, key, wanted, available };
     Ok(lacks.into_iter().map(read).collect())
 }
@@ -518,7 +516,7 @@ async fn announce_reopened(
         "WITH history AS (
              INSERT INTO order_events (order_id, event, by, reason, who, why, run)
              SELECT o.id, 'reopened', 'manual', 'paid by late money', $6, $7, $8
-             FROM orders o WHERE $1 = 'order' AND o.id = default_order_key($2)
+             FROM orders o WHERE $1 = 'order' AND o.id = uuid_of($2)
          )
          INSERT INTO event_outbox (kind, routing_key, type, payload)
          SELECT $1, 'order.reopened', 'order.reopened.v1', jsonb_build_object(

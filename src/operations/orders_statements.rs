@@ -127,11 +127,17 @@ pub async fn require_functions(
         let found = kind_functions::is_there(database, kind, what).await;
         found.map_err(|error| DatabaseError(one_line(&error)))
     };
-    let count = KindFunction::name_of(kind, "count");
-    let (pay, is_installed) = (functions.iter().any(|one| one.name == count), is_there("close").await?);
-    if !pay && is_installed && (functions.is_empty() || is_there("count").await?) {
+    let is_mapped = |what: &str| functions.iter().any(|one| one.name == KindFunction::name_of(kind, what));
+    let (pay, is_installed) = (is_mapped("pay"), is_there("close").await?);
+    if pay && !is_mapped("attempts") && is_there("attempts").await? {
         return Err(DatabaseError(format!(
-            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION IF EXISTS kind_{kind}_id, kind_{kind}_order, kind_{kind}_close, kind_{kind}_move, kind_{kind}_count, kind_{kind}_consume, kind_{kind}_reopen",
+            "the database takes attempts to pay orders of kind {kind} over from a table of the shop's, but the settings have no {}; write it again, or DROP FUNCTION kind_{kind}_attempts",
+            kinds::key_of(kind, "attempts")
+        )));
+    }
+    if !pay && is_installed && (functions.is_empty() || is_there("pay").await?) {
+        return Err(DatabaseError(format!(
+            "the database has functions by which payments pay orders of kind {kind}, but the settings have no {}; write it again, or DROP FUNCTION IF EXISTS kind_{kind}_id, kind_{kind}_order, kind_{kind}_close, kind_{kind}_move, kind_{kind}_pay, kind_{kind}_attempts, kind_{kind}_consume, kind_{kind}_reopen",
             kinds::key_of(kind, "pay")
         )));
     }

@@ -6,7 +6,7 @@
 use sqlx::{AssertSqlSafe, Column, Executor, PgConnection, Row, SqlSafeStr, Statement as _, TypeInfo};
 
 use super::one_line;
-use crate::config::kinds::{StockSettings, TableSettings};
+use crate::config::kinds::{AttemptsSettings, StockSettings, TableSettings};
 use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, predicate, quote};
 
 /// Why the facts of a mapping are not known.
@@ -63,6 +63,10 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
             None
         }
     };
+    let attempts = match &table.attempts {
+        Some(attempts) => Some(attempts_relation(connection, table, attempts).await?),
+        None => None,
+    };
     let mut stock = Vec::new();
     for (index, settings) in table.stock.iter().enumerate() {
         let setting = format!("stock[{index}]");
@@ -76,7 +80,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     for (index, also) in table.also.iter().enumerate() {
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
-    Ok(Facts { orders, deadline_type, stock, keeps_stock: false, status: None, counted: None, money_fault })
+    Ok(Facts { orders, deadline_type, attempts, stock, keeps_stock: false, status: None, money_fault })
 }
 
 /// The items and the stock of an entry of `stock`.
@@ -99,6 +103,34 @@ async fn stock_relations(
     Ok((items, stock))
 }
 
+/// The shop's own table of attempts to pay, whose expressions have the types that ours has.
+async fn attempts_relation(
+    connection: &mut PgConnection,
+    table: &TableSettings,
+    settings: &AttemptsSettings,
+) -> Result<Relation, CatalogError> {
+    let attempts = relation(connection, "attempts.table", &settings.table).await?;
+    for (name, expression) in settings.expressions() {
+        let key = format!("attempts.{name}");
+        let found = type_of(connection, &key, expression, &attempts).await?;
+        let why = match (name, found.as_str()) {
+            ("open", "BOOL") | ("created_at" | "payable_until", "TIMESTAMPTZ") => None,
+            ("open", other) => Some(format!("is {}, not a condition; compare it with something", other.to_lowercase())),
+            ("created_at" | "payable_until", other) => Some(format!(
+                "is {}, which names no moment; write an expression of type timestamptz, such as \"expires AT TIME ZONE 'UTC'\"",
+                other.to_lowercase()
+            )),
+            ("amount", found) => why_no_amount(table, found),
+            ("currency", found) => why_no_currency(found),
+            _ => None,
+        };
+        if let Some(why) = why {
+            return Err(MappingError::new(key, why).into());
+        }
+    }
+    Ok(attempts)
+}
+
 /// An amount is a number, of which is known how many there are of the smallest unit; a currency is a text.
 async fn require_money(
     connection: &mut PgConnection,
@@ -107,28 +139,36 @@ async fn require_money(
 ) -> Result<(), CatalogError> {
     if let Some(amount) = &table.amount {
         let found = type_of(connection, "amount", amount, orders).await?;
-        let why = match found.as_str() {
-            "INT2" | "INT4" | "INT8" => None,
-            "NUMERIC" if table.minor_units.is_some() => None,
-            "NUMERIC" => Some("is numeric, of which minor_units is not given; write minor_units = 2 for an amount such as 49.99, or 0 if it counts cents".to_owned()),
-            other => Some(format!("is {}; write an expression of type bigint or numeric", other.to_lowercase())),
-        };
-        if let Some(why) = why {
+        if let Some(why) = why_no_amount(table, &found) {
             return Err(MappingError::new("amount", why).into());
         }
     }
     if let Some(currency) = &table.currency {
-        // An enum too: what matters is the word that Postgres prints.
         let found = type_of(connection, "currency", currency, orders).await?;
-        if ["BOOL", "INT2", "INT4", "INT8", "NUMERIC", "FLOAT4", "FLOAT8"].contains(&found.as_str()) {
-            let why = format!(
-                "is {}, not three letters; write such as \"'EUR'\", or name a column that has them",
-                found.to_lowercase()
-            );
+        if let Some(why) = why_no_currency(&found) {
             return Err(MappingError::new("currency", why).into());
         }
     }
     Ok(())
+}
+
+fn why_no_amount(table: &TableSettings, found: &str) -> Option<String> {
+    match found {
+        "INT2" | "INT4" | "INT8" => None,
+        "NUMERIC" if table.minor_units.is_some() => None,
+        "NUMERIC" => Some("is numeric, of which minor_units is not given; write minor_units = 2 for an amount such as 49.99, or 0 if it counts cents".to_owned()),
+        other => Some(format!("is {}; write an expression of type bigint or numeric", other.to_lowercase())),
+    }
+}
+
+/// An enum is a currency too: what matters is the word that Postgres prints.
+fn why_no_currency(found: &str) -> Option<String> {
+    ["BOOL", "INT2", "INT4", "INT8", "NUMERIC", "FLOAT4", "FLOAT8"].contains(&found).then(|| {
+        format!(
+            "is {}, not three letters; write such as \"'EUR'\", or name a column that has them",
+            found.to_lowercase()
+        )
+    })
 }
 
 /// A STABLE function reads what was committed when the statement began, possibly before the order's row was locked.

@@ -54,7 +54,6 @@ const FUNCTIONS: &str = concat!(
     ", true);",
     include_str!("../../sql/functions/effective_status.sql"),
     include_str!("../../sql/functions/order_keys.sql"),
-    include_str!("../../sql/functions/default_orders.sql"),
     include_str!("../../sql/functions/move_deadline.sql"),
     include_str!("../../sql/functions/late_money.sql"),
     include_str!("../../sql/functions/orders_to_ask_about.sql"),

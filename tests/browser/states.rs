@@ -269,6 +269,7 @@ fn with_acceptance(settings: &mut Settings) {
         closing: None,
         pay: None,
         reopen: None,
+        attempts: None,
         stock: Vec::new(),
         also: Vec::new(),
         is_built_in: false,

@@ -24,7 +24,7 @@ pub fn map(settings: &mut Settings) {
 pub async fn install(env: &TestEnv) {
     sqlx::raw_sql(include_str!("own_tables.sql")).execute(&env.pool).await.unwrap();
     let (code, printed, error) = call_with(&env.settings, &["adopt", "--kind", "order", "--install"]).await;
-    assert!(code == 0 && printed.contains("kind_order_count"), "{code}: {printed}{error}");
+    assert!(code == 0 && printed.contains("kind_order_pay"), "{code}: {printed}{error}");
     let options = (*env.pool.connect_options()).clone().options([("search_path", "as_default,public")]);
     env.pool.set_connect_options(options);
     // Those that it has see the default tables.

@@ -44,6 +44,7 @@ pub(crate) fn mapped(settings: &mut Settings, name: &str) {
         closing: None,
         pay: None,
         reopen: None,
+        attempts: None,
         stock: Vec::new(),
         also: Vec::new(),
         is_built_in: false,

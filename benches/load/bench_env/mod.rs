@@ -15,10 +15,13 @@ use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use order_timeout::Settings;
-use order_timeout::postgres;
+use order_timeout::mapping::default_tables;
+use order_timeout::operations::orders_statements;
+use order_timeout::postgres::{self, Database, kind_functions};
 use order_timeout_amqp::connect;
 use order_timeout_client::Publisher;
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool};
@@ -44,6 +47,12 @@ const ROWS_AT_ONCE: usize = 10_000;
 /// An order and its deadline, as passed to a publisher.
 pub type OrderDeadline = (OrderId, Timestamp);
 
+/// The built-in mapping as a shop would write it.
+fn mapping_of_default_tables() -> String {
+    let stock = default_tables::MAPPING.replace("[[", "[[kinds.order.table.");
+    format!("[kinds.order.table]\n{}", stock.replace("table = \"orders\"", "table = \"public.orders\""))
+}
+
 /// Where one candidate runs.
 #[derive(Debug)]
 pub struct BenchEnv<'a> {
@@ -68,7 +77,12 @@ impl<'a> BenchEnv<'a> {
             // So that it announces its events, as a worker with a broker does.
             overrides.push("announce.notify=load_events".to_owned());
         }
-        let env = Self::build(servers, overrides, options.socket, None).await?;
+        let mapped = servers.output.join("mapped.toml");
+        let file = options.mapped.then_some(mapped.as_path());
+        if let Some(file) = file {
+            std::fs::write(file, mapping_of_default_tables())?;
+        }
+        let env = Self::build(servers, overrides, options.socket, file).await?;
         if options.strategy == DATABASE { Ok(env) } else { env.with_queues().await }
     }
 
@@ -111,6 +125,11 @@ impl<'a> BenchEnv<'a> {
         }
         settings.database.url = settings.database.url_of(&name);
         postgres::migrate(&settings.database).await?;
+        if settings.table_of(&Kind::ORDER).is_some() {
+            let database = Database::connect(&settings.database, 1).await?;
+            let statements = orders_statements::statements(&database, &settings, &Kind::ORDER).await?;
+            kind_functions::install(&database, &statements.functions).await?;
+        }
         let file = file.map(Path::to_owned);
         Ok(Self { servers, settings, overrides, file, pool, database: name, has_queues: false })
     }

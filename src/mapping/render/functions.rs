@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use order_timeout_core::kind::Kind;
 
 use super::{
-    IS_DUE, LEAVES_OPEN, MappingError, NOW, NULL, PATH, Parts, StockColumns, among, among_those, as_numbered, ended,
-    ids, literal, name, numbered, setting, step,
+    IS_DUE, LEAVES_OPEN, MappingError, NOW, NULL, PATH, Parts, Relation, StockColumns, among, among_those, as_numbered,
+    ended, ids, literal, name, numbered, require_all, setting, step,
 };
+use crate::config::kinds::AttemptsSettings;
 
 /// A release claims nothing.
 const MAY_CLAIM: &str = "NOT $4::boolean AND $2::text <> 'released'";
@@ -20,9 +21,6 @@ const IS_TO_ASK: &str = "(t.order_id IN (SELECT q.order_id FROM ot_to_ask q)) IS
 
 /// A row that is open again was claimed before, and a person has opened it: this is a new claim.
 const NEW_CLAIM: &str = "DO UPDATE\n        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,\n            claimed_at = excluded.claimed_at, queue = excluded.queue,\n            step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,\n            next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,\n            unresolved_reason = NULL, unresolved_at = NULL";
-
-/// Functions of the default tables that are not rendered (`sql/functions/default_orders.sql`).
-const WRITTEN_FOR_DEFAULT_TABLES: [&str; 3] = ["default_id", "default_order", "default_count"];
 
 /// A function of a kind, as `adopt --install` creates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,11 +73,7 @@ impl Parts<'_> {
             None => String::new(),
         };
         let alias = self.alias();
-        let has_parts = match self.facts.counted {
-            Some(column) => format!(",\n           {alias}.{} IS NOT NULL AS has_parts", name(column)),
-            None => String::new(),
-        };
-        format!("{is_closing}{has_parts},\n           {} AS order_id", ids::print(&self.id_columns(&alias)))
+        format!("{is_closing},\n           {} AS order_id", ids::print(&self.id_columns(&alias)))
     }
 
     /// Whether the row of `ot_decided` is open, or claimed.
@@ -202,17 +196,12 @@ impl Parts<'_> {
     }
 
     /// The step that makes part payments of closed orders late money. The function reads with a snapshot of its own, so that a
-    /// part that was reported under the lock of the row is seen. It is not called for a row that says that it has none.
+    /// part that was reported under the lock of the row is seen.
     pub(super) fn parts_step(&self, is_closed: &str) -> Option<String> {
         let kind = self.kind_literal();
-        let released = match self.facts.counted {
-            Some(_) => format!(
-                "SELECT release_part_payments(d.order_id, {kind}) FROM ot_decided d\n    WHERE d.has_parts AND ({is_closed}) IS TRUE"
-            ),
-            None => format!(
-                "SELECT release_parts_of(ARRAY(SELECT d.order_id FROM ot_decided d WHERE ({is_closed}) IS TRUE), {kind})"
-            ),
-        };
+        let released = format!(
+            "SELECT release_parts_of(ARRAY(SELECT d.order_id FROM ot_decided d WHERE ({is_closed}) IS TRUE), {kind})"
+        );
         self.claims().then(|| step("ot_parts AS MATERIALIZED", &released))
     }
 
@@ -230,8 +219,7 @@ impl Parts<'_> {
         KindFunction { name: self.function_name(what), signature: signature.to_owned(), language, body }
     }
 
-    /// The functions of the kind. Of the built-in mapping those that `sql/functions/default_orders.sql` has not; `setup` creates
-    /// them.
+    /// The functions of the kind. `setup` creates those of the built-in mapping.
     pub(super) fn functions(&self, close: &str) -> Result<Vec<KindFunction>, MappingError> {
         let mut functions = vec![
             self.function("id", "(order_id text) RETURNS text", "sql", self.id_function()),
@@ -251,12 +239,11 @@ impl Parts<'_> {
         ];
         if let Some(pay) = &self.table.pay {
             self.require_payable()?;
-            functions.push(self.function(
-                "count",
-                "(order_id text, counted bigint, pays boolean, by text, why text, answers text) RETURNS boolean",
-                "plpgsql",
-                self.count_function(pay)?,
-            ));
+            functions.push(self.function("pay", "(order_id text) RETURNS boolean", "plpgsql", self.pay_function(pay)?));
+            if let (Some(settings), Some(attempts)) = (&self.table.attempts, &self.facts.attempts) {
+                let body = self.attempts_function(settings, attempts)?;
+                functions.push(self.function("attempts", "(order_ids text[]) RETURNS void", "sql", body));
+            }
             functions.push(self.function(
                 "consume",
                 "(order_ids text[]) RETURNS void",
@@ -264,14 +251,12 @@ impl Parts<'_> {
                 self.consume_function()?,
             ));
             if let Some(reopen) = &self.table.reopen {
-                let signature = "(order_id text, counted bigint) RETURNS TABLE (ot_stock text, ot_key text, ot_wanted text, ot_left text)";
+                let signature =
+                    "(order_id text) RETURNS TABLE (ot_stock text, ot_key text, ot_wanted text, ot_left text)";
                 functions.push(self.function("reopen", signature, "plpgsql", self.reopen_function(reopen, pay)?));
             }
         }
-        let is_written = |function: &KindFunction| {
-            self.table.is_built_in && WRITTEN_FOR_DEFAULT_TABLES.contains(&function.name.as_str())
-        };
-        Ok(functions.into_iter().filter(|function| !is_written(function)).collect())
+        Ok(functions)
     }
 
     fn require_payable(&self) -> Result<(), MappingError> {
@@ -303,7 +288,11 @@ impl Parts<'_> {
         )
     }
 
+    /// A UUID in any spelling: a callback may have the shop's own.
     fn id_function(&self) -> String {
+        if matches!(&self.id[..], [(_, column)] if column.base == "uuid") {
+            return "\nSELECT uuid_of($1)::text\n".to_owned();
+        }
         format!(
             "\nWITH {}\nSELECT {} FROM ot_asked a WHERE NOT ({})\n",
             self.asked("SELECT $1::text AS text_id"),
@@ -315,14 +304,20 @@ impl Parts<'_> {
     fn order_function(&self) -> String {
         let (orders, alias, asked) = (self.orders(), self.alias(), self.asked("SELECT $1::text AS text_id"));
         let is_asked = among(&self.id_columns("o"), "ot_asked", "k");
+        let ends = match (self.facts.status, self.table.close.columns()) {
+            (Some(column), _) => {
+                let status = format!("{alias}.{}::text", name(column));
+                format!("WHEN {status} IN ('closed', 'cancelled') THEN {status}")
+            }
+            (None, Some(close)) => format!("WHEN {} THEN 'closed'", self.has_values(close)),
+            (None, None) => String::new(),
+        };
         let read = |skip: &str| {
             format!(
-                "WITH {asked},\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o WHERE {is_asked} FOR NO KEY UPDATE OF o{skip}\n),\not_found AS (\n    SELECT CASE WHEN ({paid}) THEN 'paid' WHEN {is_closing} THEN 'closing' WHEN ({open}) THEN 'open'\n                WHEN {is_closed} THEN 'closed' ELSE 'not_open' END AS ot_state,\n           {deadline} AS ot_deadline, {money}\n    FROM ot_locked AS {alias}\n)\nSELECT f.ot_state, f.ot_deadline, f.amount_minor, f.currency INTO state, deadline, amount_minor, currency FROM ot_found f;",
+                "WITH {asked},\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o WHERE {is_asked} FOR NO KEY UPDATE OF o{skip}\n),\not_found AS (\n    SELECT CASE WHEN ({paid}) THEN 'paid' WHEN {is_closing} THEN 'closing' WHEN ({open}) THEN 'open'\n                {ends} ELSE 'not_open' END AS ot_state,\n           {deadline} AS ot_deadline, {money}\n    FROM ot_locked AS {alias}\n)\nSELECT f.ot_state, f.ot_deadline, f.amount_minor, f.currency INTO state, deadline, amount_minor, currency FROM ot_found f;",
                 paid = ended(&self.table.paid),
                 is_closing = self.is_closing(),
                 open = ended(&self.table.open),
-                is_closed =
-                    self.table.close.columns().map_or_else(|| "false".to_owned(), |close| self.has_values(close)),
                 deadline = self.usable_deadline(),
                 money = self.money(),
             )
@@ -334,9 +329,9 @@ impl Parts<'_> {
         )
     }
 
-    fn count_function(&self, pay: &BTreeMap<String, String>) -> Result<String, MappingError> {
+    fn pay_function(&self, pay: &BTreeMap<String, String>) -> Result<String, MappingError> {
         Ok(format!(
-            "\n#variable_conflict use_column\nDECLARE\n    ot_is_paid boolean;\nBEGIN\n-- A part payment is counted in received_payments alone.\nIF NOT $3 THEN\n    RETURN true;\nEND IF;\n{}\nRETURN coalesce(ot_is_paid, false);\nEND",
+            "\n#variable_conflict use_column\nDECLARE\n    ot_is_paid boolean;\nBEGIN\n{}\nRETURN coalesce(ot_is_paid, false);\nEND",
             self.pay_statements("pay", &self.assignments("pay", pay)?),
         ))
     }
@@ -352,6 +347,32 @@ impl Parts<'_> {
             ended(&self.table.paid),
             self.words.kind,
         )
+    }
+
+    /// Makes our attempts of these orders those of the shop's table. What a provider has decided and what was reported stays.
+    ///
+    /// One that the shop no longer has as open goes, and can come back: a customer may try again under the same reference. Not
+    /// from an order that is claimed, about which a provider is being asked. An attempt of two orders fails the statement: its
+    /// money would count for one. Casts fail with the sentence, as in the close.
+    fn attempts_function(&self, settings: &AttemptsSettings, attempts: &Relation) -> Result<String, MappingError> {
+        let (alias, kind) = (name(&attempts.name), self.kind_literal());
+        let order = require_all(attempts, &alias, &settings.order.0, "attempts.order")?;
+        let time = |time: &Option<String>, without: &str| time.as_deref().map_or_else(|| without.to_owned(), ended);
+        Ok(format!(
+            "\nWITH {asked},\not_shop AS MATERIALIZED (\n    SELECT {order_id} AS order_id, canonical_provider(({provider})::text) AS provider, ({reference})::text AS reference,\n           {amount} AS amount_minor, ({currency})::text AS currency, ({created_at}) AS created_at, ({payable_until})::timestamptz AS payable_until\n    FROM {table} AS {alias} WHERE {is_asked} AND ({open})\n),\not_gone AS (\n    DELETE FROM payment_attempts p\n    WHERE p.order_id = ANY ($1) AND p.kind = {kind} AND p.state = 'open'\n      AND ((p.provider, p.reference) IN (SELECT s.provider, s.reference FROM ot_shop s)) IS NOT TRUE\n      AND NOT EXISTS (SELECT FROM close_attempts c WHERE c.kind || '' = {kind} AND c.order_id = p.order_id)\n)\nINSERT INTO payment_attempts (provider, reference, order_id, kind, amount_minor, currency, created_at, payable_until)\nSELECT s.provider, s.reference, s.order_id, {kind},\n       CASE WHEN s.provider IS NULL OR s.reference IS NULL\n            THEN ('kinds.{kind_name}.table.attempts has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')::bigint\n            WHEN s.owner = s.order_id THEN s.amount_minor\n            ELSE ('kinds.{kind_name}.table.attempts has ' || s.reference || ' of ' || s.provider || ' for the orders ' || s.owner || ' and ' || s.order_id || '; an attempt pays one order')::bigint END,\n       s.currency, s.created_at, s.payable_until\nFROM (\n    SELECT s.*, p.order_id AS known,\n           coalesce(p.order_id, min(s.order_id) OVER (PARTITION BY s.provider, s.reference)) AS owner\n    FROM ot_shop s LEFT JOIN payment_attempts p ON p.provider = s.provider AND p.reference = s.reference\n) s\nWHERE s.known IS DISTINCT FROM s.order_id\n  AND NOT EXISTS (SELECT FROM received_payments r WHERE r.provider = s.provider AND r.reference = s.reference)\nON CONFLICT (provider, reference) DO NOTHING\n",
+            asked = self.asked("SELECT DISTINCT unnest($1::text[]) AS text_id"),
+            order_id = ids::print(&order),
+            provider = ended(&settings.provider),
+            reference = ended(&settings.reference),
+            amount = self.in_minor_units(&settings.amount),
+            currency = ended(&settings.currency),
+            created_at = time(&settings.created_at, "clock_timestamp()"),
+            payable_until = time(&settings.payable_until, "NULL"),
+            table = attempts.qualified(),
+            is_asked = among(&order, "ot_asked", "k"),
+            open = ended(&settings.open),
+            kind_name = self.words.kind,
+        ))
     }
 
     /// Each stock in the order of its keys, locked before it is changed, as the close does.
@@ -399,9 +420,8 @@ impl Parts<'_> {
         }
         let further = reopen.iter().filter(|(column, _)| !pay.contains_key(*column));
         let further = further.map(|(column, value)| (column.clone(), value.clone())).collect();
-        let counted = self.facts.counted.map(|column| format!("{} = $2", name(column)));
-        let set = [Some(self.assignments("reopen", &further)?), Some(self.assignments("pay", pay)?), counted];
-        let set: Vec<String> = set.into_iter().flatten().filter(|set| !set.is_empty()).collect();
+        let set = [self.assignments("reopen", &further)?, self.assignments("pay", pay)?];
+        let set: Vec<String> = set.into_iter().filter(|set| !set.is_empty()).collect();
         Ok(format!(
             "\n#variable_conflict use_column\nDECLARE\n    ot_is_paid boolean;\n    ot_lacks boolean := false;\nBEGIN\n{locks}IF ot_lacks THEN\n    RETURN;\nEND IF;\n{takes}{}\nIF ot_is_paid IS NULL THEN\n    RAISE 'a trigger keeps order % closed; let it return NEW', $1;\nEND IF;\nPERFORM {}(ARRAY[$1]);\nEND",
             self.pay_statements("reopen", &set.join(", ")),

@@ -151,19 +151,22 @@ impl<'a> Parts<'a> {
     /// The columns `amount_minor` and `currency`: NULL where the mapping does not say.
     pub(super) fn money(&self) -> String {
         let known = |expression: &'a Option<String>| expression.as_deref().filter(|_| self.facts.money_fault.is_none());
-        let amount = known(&self.table.amount).map(|amount| {
-            let amount = ended(amount);
-            match self.table.minor_units {
-                None | Some(0) => format!("({amount})::bigint"),
-                Some(digits) => format!("round(({amount})::numeric * {})::bigint", 10_u32.pow(digits.into())),
-            }
-        });
+        let amount = known(&self.table.amount).map(|amount| self.in_minor_units(amount));
         let currency = known(&self.table.currency).map(|currency| format!("upper(({})::text)", ended(currency)));
         format!(
             "{} AS amount_minor, {} AS currency",
             amount.as_deref().unwrap_or("NULL::bigint"),
             currency.as_deref().unwrap_or("NULL::text")
         )
+    }
+
+    /// An amount in the currency's smallest unit.
+    pub(super) fn in_minor_units(&self, amount: &str) -> String {
+        let amount = ended(amount);
+        match self.table.minor_units {
+            None | Some(0) => format!("({amount})::bigint"),
+            Some(digits) => format!("round(({amount})::numeric * {})::bigint", 10_u32.pow(digits.into())),
+        }
     }
 
     fn count_overdue(&self) -> String {

@@ -51,6 +51,7 @@ fn facts(shop: &str) -> Facts {
                 ],
             ),
             deadline_type: "TIMESTAMP".into(),
+            attempts: None,
             stock: vec![(
                 relation(
                     "public",
@@ -67,7 +68,6 @@ fn facts(shop: &str) -> Facts {
             )],
             keeps_stock: false,
             status: None,
-            counted: None,
             money_fault: None,
         },
         "headless" => Facts {
@@ -84,6 +84,7 @@ fn facts(shop: &str) -> Facts {
                 ],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
+            attempts: None,
             stock: vec![(
                 relation(
                     "medusa",
@@ -105,7 +106,6 @@ fn facts(shop: &str) -> Facts {
             )],
             keeps_stock: false,
             status: None,
-            counted: None,
             money_fault: None,
         },
         "tenants" => Facts {
@@ -123,13 +123,13 @@ fn facts(shop: &str) -> Facts {
                 ],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
+            attempts: None,
             stock: vec![(
                 relation("platform", "order_lines", Table, &[("tenant", "text"), ("number", "int8"), ("sku", "text")]),
                 relation("platform", "stock", Table, &[("tenant", "text"), ("sku", "text"), ("reserved", "int4")]),
             )],
             keeps_stock: false,
             status: None,
-            counted: None,
             money_fault: None,
         },
         _ => Facts {
@@ -140,13 +140,13 @@ fn facts(shop: &str) -> Facts {
                 &[("id", "uuid"), ("status", "text"), ("expires_at", "timestamptz")],
             ),
             deadline_type: "TIMESTAMPTZ".into(),
+            attempts: None,
             stock: vec![(
                 relation("sales", "items", Table, &[("order_id", "uuid"), ("article", "text"), ("quantity", "int4")]),
                 relation("sales", "stock", Table, &[("article", "text"), ("on_hand", "int4"), ("reserved", "int4")]),
             )],
             keeps_stock: false,
             status: None,
-            counted: None,
             money_fault: None,
         },
     }

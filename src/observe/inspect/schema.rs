@@ -69,6 +69,9 @@ const INDEX_OF_CLAIMS: Index = ("close_attempts_due", "the index of claimed orde
 /// What a close statement calls that claims orders.
 const CLAIM_FUNCTIONS: &[&str] = &["orders_to_ask_about(text[], text)"];
 
+/// What that calls where a mapping names the shop's own table of attempts to pay.
+const TAKE_OVER_ATTEMPTS: &str = "take_over_attempts(text[], text)";
+
 /// What the statements call that settle orders as paid. No role may call them unless it is granted.
 const PROVIDER_FUNCTIONS: &[&str] = &[
     "settle_asked_order(text, text, text[], text[], bigint[], text[], boolean[], text)",
@@ -194,6 +197,8 @@ impl Schema {
             tables.extend(CLAIM_TABLES);
             indexes.push(INDEX_OF_ATTEMPTS);
             functions.extend(CLAIM_FUNCTIONS);
+            let takes_over = |kind| settings.table_of(kind).is_some_and(|table| table.attempts.is_some());
+            functions.extend(kinds.iter().any(takes_over).then_some(TAKE_OVER_ATTEMPTS));
         }
         if settings.asks_providers() {
             tables.extend(PROVIDER_TABLES);

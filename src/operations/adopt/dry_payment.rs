@@ -135,8 +135,7 @@ async fn reopen_one(
     id: &str,
 ) -> Result<Result<Option<String>, sqlx::Error>, sqlx::Error> {
     let mut savepoint = connection.begin().await?;
-    // What mapped orders count is not in their rows.
-    match take_and_pay(&mut savepoint, kind.as_str(), id, 0).await {
+    match take_and_pay(&mut savepoint, kind.as_str(), id).await {
         Ok(lacks) => {
             savepoint.commit().await?;
             Ok(Ok((!lacks.is_empty()).then(|| all(&lacks))))
@@ -152,9 +151,10 @@ async fn wait_briefly(connection: &mut PgConnection) -> Result<(), sqlx::Error> 
 }
 
 async fn begin_attempts(connection: &mut PgConnection, kind: &Kind, ids: &[String]) -> Result<(), sqlx::Error> {
+    // As if the shop had seen it paid: an open one that is not in the shop's own table of attempts would be taken back.
     let begin = sqlx::query(
-        "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency, kind)
-         SELECT $1, 'adopt-check-' || md5(t.order_id), t.order_id, 0, 'XXX', $2 FROM unnest($3::text[]) AS t (order_id)",
+        "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency, kind, state)
+         SELECT $1, 'adopt-check-' || md5(t.order_id), t.order_id, 0, 'XXX', $2, 'paid' FROM unnest($3::text[]) AS t (order_id)",
     );
     begin.bind(PROVIDER).bind(kind.as_str()).bind(ids).execute(connection).await.map(drop)
 }

@@ -90,12 +90,16 @@ async fn look(connection: &mut PgConnection, kind: &Kind, table: Option<&str>) -
     let clues = survey::clues(connection, &orders.relation).await?;
     let status = status(connection, &orders.relation, &clues).await?;
     let deadline = deadline(connection, &orders.relation, &clues).await?;
-    let mut reservations = Vec::new();
+    let (mut reservations, mut attempts_to_pay) = (Vec::new(), Vec::new());
     for key in &orders.referenced_by {
-        reservations.extend(reservation(connection, key).await?);
+        match attempts(connection, key).await? {
+            Some(attempts) => attempts_to_pay.push(attempts),
+            None => reservations.extend(reservation(connection, key).await?),
+        }
     }
     let zone: String = sqlx::query_scalar("SELECT current_setting('TimeZone')").fetch_one(connection).await?;
-    Ok(Draft { kind: kind.clone(), orders, clues, status, deadline, reservations, zone }.proposal(others))
+    Ok(Draft { kind: kind.clone(), orders, clues, status, deadline, reservations, attempts: attempts_to_pay, zone }
+        .proposal(others))
 }
 
 /// What a word among a column's values says of its order.
@@ -158,6 +162,11 @@ const CLOSED_AT: &str = "closed cancel storn anulad geschlossen";
 /// Of what an order costs in all, of a part of that, and of its currency.
 const AMOUNT: &str = "payamount grandtotal total amount price betrag summe importe 金额";
 const PART_OF_AMOUNT: &str = "sub tax discount ship item promo fee";
+/// Of a table of attempts to pay, of what a payment provider knows one by, and of the provider.
+const ATTEMPTS: &str = "pay attempt transaction charge 支付";
+const REFERENCE: &str =
+    "reference outtradeno tradeno intent transactionid paymentid responsecode externalid psp number";
+const PROVIDER: &str = "provider gateway channel psp method";
 const CURRENCY: &str = "currency währung waehrung moneda devise";
 const CHANGED_AT: &str = "modif updat chang geändert actualiz";
 
@@ -254,11 +263,61 @@ async fn reservation(connection: &mut PgConnection, key: &ForeignKey) -> Result<
 /// Words of a place or a piece that can be taken.
 const PLACES: &str = "free available reserved held sold booked taken frei";
 
+/// What may be a table of attempts to pay: rows of an order with a reference and an amount.
+async fn attempts(connection: &mut PgConnection, key: &ForeignKey) -> Result<Option<Attempts>, CatalogError> {
+    let table = catalog::relation(connection, "attempts.table", &key.table).await?;
+    let texts = || table.columns.iter().filter(|(_, kind)| ["text", "varchar", "bpchar"].contains(&&*kind.base));
+    let named = |parts: &str| {
+        let mut parts = parts.split_whitespace();
+        parts.find_map(|part| texts().find(|(name, _)| plain(name).contains(part))).map(|(name, _)| name.clone())
+    };
+    let is_named = has_part(&table.name, ATTEMPTS);
+    let found = named(REFERENCE).zip(number_like(&table, AMOUNT)).filter(|_| is_named);
+    let (provider, currency) = (named(PROVIDER), named(CURRENCY));
+    Ok(found.map(|(reference, amount)| Attempts {
+        order: key.columns.clone(),
+        reference,
+        amount,
+        provider,
+        currency,
+        table,
+    }))
+}
+
 /// The first numeric column with one of these parts in its name.
 fn number_like(relation: &Relation, parts: &str) -> Option<String> {
     let is_number = |kind: &ColumnType| kind.base.starts_with("int") || kind.base == "numeric";
     let found = |part| relation.columns.iter().find(|(name, kind)| is_number(kind) && plain(name).contains(part));
     parts.split_whitespace().find_map(found).map(|(name, _)| name.clone())
+}
+
+/// A table that may be one of attempts to pay.
+struct Attempts {
+    table: Relation,
+    order: Vec<String>,
+    reference: String,
+    amount: String,
+    provider: Option<String>,
+    currency: Option<String>,
+}
+
+impl Attempts {
+    /// A comment, because it needs `pay`.
+    fn write(&self, kind: &Kind, lines: &mut Vec<String>) {
+        let table = format!("{}.{}", self.table.schema, self.table.name);
+        let name = |column_name: &Option<String>| toml(&column_name.as_deref().map_or("'?'".to_owned(), column));
+        lines.extend([
+            format!("\n# With pay: is {table} what the shop writes before a customer goes to a payment provider (docs/ADOPTING.md)?"),
+            format!("# [kinds.{kind}.table.attempts]"),
+            format!("# table = {}", toml(&table)),
+            format!("# order = {}", toml_list(&self.order)),
+            "# open = \"?\"".into(),
+            format!("# provider = {}", name(&self.provider)),
+            format!("# reference = {}", toml(&column(&self.reference))),
+            format!("# amount = {}", toml(&column(&self.amount))),
+            format!("# currency = {}", name(&self.currency)),
+        ]);
+    }
 }
 
 /// What the proposal is written from.
@@ -269,6 +328,7 @@ struct Draft {
     status: Option<Status>,
     deadline: Option<String>,
     reservations: Vec<Reservation>,
+    attempts: Vec<Attempts>,
     zone: String,
 }
 
@@ -340,6 +400,7 @@ impl Draft {
         for reservation in &self.reservations {
             reservation.write(&self.kind, &mut lines, &mut ddl, self.orders.primary_key.len());
         }
+        self.attempts.iter().for_each(|attempts| attempts.write(&self.kind, &mut lines));
         let keys: Vec<String> = self.orders.primary_key.iter().map(|name| column(name)).collect();
         let columns = [vec![deadline], keys].concat().join(", ");
         let mut index = "-- The sweep reads this index four times a second.".to_owned();

@@ -1,5 +1,6 @@
 //! Foreign shops are adopted from configuration alone, and a mapping that would do harm is refused.
 
+mod attempts;
 mod backlog;
 mod deadlines;
 mod foreseen;
@@ -37,7 +38,7 @@ pub fn map(settings: &mut Settings, shop: &str) {
 /// Leaves payments out of the mappings: the shop pays by itself.
 pub fn without_payments(settings: &mut Settings) {
     for table in settings.kinds.values_mut().filter_map(|kind| kind.table.as_mut()) {
-        (table.pay, table.closing, table.reopen) = (None, None, None);
+        (table.pay, table.closing, table.reopen, table.attempts) = (None, None, None, None);
         for stock in &mut table.stock {
             stock.consume.clear();
             stock.take.clear();

@@ -22,6 +22,10 @@ use crate::providers::adjust;
 const BEGIN: &str = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
                      SELECT 'card', id, id, 4990, 'CNY' FROM unnest($1::text[]) AS o (id)";
 
+/// The same in the shop's own table of attempts.
+const BEGIN_SPREE: &str =
+    "INSERT INTO spree.payments (order_id, number) SELECT id::bigint, id FROM unnest($1::text[]) AS o (id)";
+
 const CALLBACK: &str = "SELECT outcome FROM payment_received($1, 'card', $2, $3, 'CNY')";
 
 /// Ids and states of all orders.
@@ -132,7 +136,8 @@ fn asks_provider(shop: &'static str, pay: Option<(&'static str, &'static str)>, 
             execute(&env, &text(shop, "orders.sql")).await;
             execute(&env, reopening.orders).await;
             let ids: Vec<String> = states(&env, shop).await.into_iter().map(|(id, _)| id).collect();
-            sqlx::query(BEGIN).bind(&ids).execute(&env.pool).await.unwrap();
+            let begin = if shop == "spree" { BEGIN_SPREE } else { BEGIN };
+            sqlx::query(begin).bind(&ids).execute(&env.pool).await.unwrap();
             let failing: Vec<&String> = ids.iter().step_by(10).collect();
             failing.iter().for_each(|id| service.fail(id, Some(Fault::Error)));
             // A part is reported for some; only three shops say what an order costs, in the others it pays the order.

@@ -1,7 +1,7 @@
 //! A wrong mapping of each sort is refused by `adopt --check`, with file, key and fix; and by the worker's start where
 //! orders would be harmed or no order could be closed.
 
-use order_timeout::config::kinds::{AlsoSettings, CloseSettings, Names, TableSettings};
+use order_timeout::config::kinds::{AlsoSettings, AttemptsSettings, CloseSettings, Names, TableSettings};
 use order_timeout::operations::adopt::check;
 use order_timeout::operations::adopt::{Finding, Level};
 use order_timeout::postgres::Database;
@@ -44,7 +44,65 @@ fn reopens(table: &mut TableSettings, reopen: &[(&str, &str)], left: &str) {
     table.stock[0].left = Some(left.to_owned());
 }
 
+/// With attempts of the shop's own, for which the positions stand.
+fn attempts(table: &mut TableSettings, change: fn(&mut AttemptsSettings)) {
+    table.pay = Some([("status".into(), "p".into())].into());
+    let mut attempts = AttemptsSettings {
+        table: "tickets.pretixbase_orderposition".into(),
+        order: Names(vec!["order_id".into()]),
+        open: "quota_id > 0".into(),
+        provider: "'card'".into(),
+        reference: "id".into(),
+        amount: "quota_id".into(),
+        currency: "'EUR'".into(),
+        created_at: None,
+        payable_until: None,
+    };
+    change(&mut attempts);
+    table.attempts = Some(attempts);
+}
+
 const WRONG: &[Wrong] = &[
+    Wrong {
+        what: "attempts in a table that is not there",
+        mapping: |table| attempts(table, |attempts| attempts.table = "tickets.payments".into()),
+        sql: "",
+        key: "attempts.table",
+        words: &["there is no table", "correct the name"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "attempts whose order is not there",
+        mapping: |table| attempts(table, |attempts| attempts.order = Names(vec!["order".into()])),
+        sql: "",
+        key: "attempts.order",
+        words: &["has no column order", "did you mean order_id?"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "attempts that are open by a number",
+        mapping: |table| attempts(table, |attempts| attempts.open = "quota_id".into()),
+        sql: "",
+        key: "attempts.open",
+        words: &["not a condition; compare it"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "attempts whose time names no moment",
+        mapping: |table| attempts(table, |attempts| attempts.created_at = Some("localtimestamp".into())),
+        sql: "",
+        key: "attempts.created_at",
+        words: &["is timestamp, which names no moment", "AT TIME ZONE"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "attempts whose currency is a number",
+        mapping: |table| attempts(table, |attempts| attempts.currency = "quota_id".into()),
+        sql: "",
+        key: "attempts.currency",
+        words: &["not three letters"],
+        refused_at_start: true,
+    },
     Wrong {
         what: "a table that is not there",
         mapping: |table| table.table = "tickets.order".into(),
@@ -114,7 +172,7 @@ const WRONG: &[Wrong] = &[
         mapping: |table| table.pay = Some([("status".into(), "p".into())].into()),
         sql: "",
         key: "pay",
-        words: &["kind_order_count", "adopt --kind order --install"],
+        words: &["kind_order_pay", "adopt --kind order --install"],
         refused_at_start: false,
     },
     Wrong {
