@@ -47,10 +47,14 @@ const ROWS_AT_ONCE: usize = 10_000;
 /// An order and its deadline, as passed to a publisher.
 pub type OrderDeadline = (OrderId, Timestamp);
 
-/// The built-in mapping as a shop would write it.
+/// The built-in mapping as a shop would write it: its `also` knows neither the path nor the moment.
 fn mapping_of_default_tables() -> String {
-    let stock = default_tables::MAPPING.replace("[[", "[[kinds.order.table.");
-    format!("[kinds.order.table]\n{}", stock.replace("table = \"orders\"", "table = \"public.orders\""))
+    let (mapping, _) = default_tables::MAPPING.split_once("[[also]]").expect("it writes the history");
+    let stock =
+        mapping.replace("[[", "[[kinds.order.table.").replace("table = \"orders\"", "table = \"public.orders\"");
+    let history = "INSERT INTO order_events (order_id, event, at, by, reason)
+        SELECT c.id, 'closed', clock_timestamp(), 'alarm', 'unpaid' FROM closed c";
+    format!("[kinds.order.table]\n{stock}\n[[kinds.order.table.also]]\nsql = \"\"\"{history}\"\"\"\n")
 }
 
 /// Where one candidate runs.
