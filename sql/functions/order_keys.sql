@@ -7,6 +7,12 @@ CREATE OR REPLACE FUNCTION uuid_of(order_id text) RETURNS uuid LANGUAGE sql IMMU
     FROM regexp_replace(lower(btrim(order_id, E' \t\r\n')), '^urn:uuid:', '') AS k (id)
 $$;
 
+-- Fails with this sentence, from within an expression. Not for callbacks.
+CREATE OR REPLACE FUNCTION refuse(why text) RETURNS bigint LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE '%', why;
+END $$;
+
 -- The function of a kind that does this: `id`, `order`, `close`, `move`, `pay`, `consume`, `reopen` or `attempts`. They are
 -- rendered from the mapping of its table (`order-timeout adopt --install`); the kind `order` has those of the default tables until
 -- there are others.

@@ -124,6 +124,8 @@ SET search_path FROM CURRENT AS $$
            -- More than the order costs: a customer who paid twice. It is late money.
            || CASE WHEN sum(p.amount_minor - p.counted_minor) > 0
                    THEN jsonb_build_object('surplus_minor', sum(p.amount_minor - p.counted_minor)) ELSE '{}' END
+           -- Only if an operator has decided it.
+           || jsonb_strip_nulls(jsonb_build_object('why', nullif(current_setting('order_timeout.why', true), '')))
     FROM received_payments p
     WHERE p.order_id = announce_paid.order_id AND p.kind = announce_paid.kind
 $$;

@@ -23,6 +23,8 @@ const OTHER_CONNECTIONS: u32 = 9;
 /// How many more each further kind needs: sweep, parking, the brake's count, and two for inspections; and one if it has reminders. A kind never
 /// has more than these in use, so that one whose queries hang takes none from the others.
 const CONNECTIONS_OF_KIND: u32 = 5;
+/// And those of its own with which a kind with providers takes claimed orders over, and ends them in three ways.
+pub const CONNECTIONS_OF_CLOSING: u32 = 4;
 /// The routing key of an event, and its type without the version. So that both fit AMQP's 255 bytes.
 const LONGEST_EVENT: usize = 200;
 /// Each costs a worker connections, and the broker queues.
@@ -108,6 +110,13 @@ impl Settings {
         OTHER_CONNECTIONS
             .saturating_add(further.saturating_mul(CONNECTIONS_OF_KIND))
             .saturating_add(u32::try_from(reminding).unwrap_or(u32::MAX))
+    }
+
+    /// The further ones of its kinds with providers.
+    #[must_use]
+    pub fn connections_of_closing(&self) -> u32 {
+        let asking = self.served_kinds().into_iter().filter(|kind| self.closing_policy(kind).is_some());
+        u32::try_from(asking.count()).unwrap_or(u32::MAX).saturating_mul(CONNECTIONS_OF_CLOSING)
     }
 
     /// How long before the deadline each reminder of this kind is announced.

@@ -57,6 +57,8 @@ pub enum Source {
     OrderEvents,
     /// Its attempts to pay.
     PaymentAttempts,
+    /// Money that was received for it.
+    ReceivedPayments,
     /// Its alarms.
     AlarmOutbox,
     /// What a payment provider was asked about it, while it is being closed.
@@ -79,6 +81,7 @@ impl Source {
             Self::Orders => "orders",
             Self::OrderEvents => "order_events",
             Self::PaymentAttempts => "payment_attempts",
+            Self::ReceivedPayments => "received_payments",
             Self::AlarmOutbox => "alarm_outbox",
             Self::CloseAttempts => "close_attempts",
             Self::ClosingPauses => "closing_pauses",
@@ -102,7 +105,8 @@ pub async fn explain(
     let story = order_story::read(database, orders, kind, order_id).await;
     let mut story = story.map_err(|error| DatabaseError(one_line(&error)))?;
     let dates = known("dates", orders.dates(order_id).await, &mut story.not_known).flatten();
-    let attempts = known("payment attempts", attempts(database, order_id).await, &mut story.not_known);
+    let attempts = known("payment attempts", attempts(database, kind, order_id).await, &mut story.not_known);
+    let payments = known("received payments", payments(database, kind, order_id).await, &mut story.not_known);
     let actions = known("operators' actions", actions(database, kind, order_id).await, &mut story.not_known);
     let held_by = match deadline_of(&story) {
         Some(deadline) => known("pauses", pauses(database, kind, deadline).await, &mut story.not_known),
@@ -112,6 +116,7 @@ pub async fn explain(
     let mut moments = moments(&story, dates.as_ref());
     moments.extend(pause_moments(&story, dates.as_ref(), &held_by.unwrap_or_default()));
     moments.extend(attempts.into_iter().flatten());
+    moments.extend(payments.into_iter().flatten());
     moments.extend(actions.into_iter().flatten());
     sort(&mut moments);
     let summary = summary(&story, dates.as_ref());
@@ -242,9 +247,10 @@ fn alarm_moments(alarm: &AlarmRow) -> Vec<Moment> {
 }
 
 fn event_moments(event: &EventRow) -> Vec<Moment> {
-    let EventRow { r#type, created_at, sent_at, refusals, .. } = event;
+    let EventRow { r#type, why, created_at, sent_at, refusals, .. } = event;
     let waits = if sent_at.is_some() { "" } else { "; it has not been announced yet" };
-    let written = format!("the event {type} was written{}{waits}", refused(*refusals), type = r#type);
+    let why = why.as_ref().map_or_else(String::new, |why| format!("; why: {why}"));
+    let written = format!("the event {type} was written{}{waits}{why}", refused(*refusals), type = r#type);
     outbox_moments(
         Source::EventOutbox,
         created_at,
@@ -338,10 +344,31 @@ fn parked_moment(parked: &ParkedRow) -> Moment {
     Moment { at: parked_at.clone(), source: Source::ParkedAlarms, what }
 }
 
-async fn attempts(database: &Database, order_id: &OrderId) -> Result<Vec<Moment>, String> {
+async fn attempts(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<Moment>, String> {
     let select = "SELECT provider, reference, amount_minor, currency, state, created_at FROM payment_attempts
-                  WHERE order_id = $1 ORDER BY created_at DESC LIMIT $2";
-    scan(database, select, None, order_id, attempt).await
+                  WHERE order_id = $1 AND kind = $3 ORDER BY created_at DESC LIMIT $2";
+    scan(database, select, Some(kind), order_id, attempt).await
+}
+
+async fn payments(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<Moment>, String> {
+    let select =
+        "SELECT provider, reference, amount_minor, currency, outcome, reason, received_at FROM received_payments
+                  WHERE order_id = $1 AND kind = $3 ORDER BY received_at DESC LIMIT $2";
+    scan(database, select, Some(kind), order_id, payment).await
+}
+
+fn payment(row: &PgRow) -> Result<Moment, sqlx::Error> {
+    let text = |column: &str| row.try_get::<String, _>(column);
+    let amount = Money { currency: text("currency")?, amount_minor: row.try_get("amount_minor")? };
+    let reason: Option<String> = row.try_get("reason")?;
+    let reason = reason.map_or_else(String::new, |reason| format!(" ({reason})"));
+    let what = format!(
+        "{amount} were received from {}, reference {}: {}{reason}",
+        text("provider")?,
+        text("reference")?,
+        text("outcome")?
+    );
+    Ok(Moment { at: time(row, "received_at")?, source: Source::ReceivedPayments, what })
 }
 
 fn attempt(row: &PgRow) -> Result<Moment, sqlx::Error> {

@@ -81,8 +81,10 @@ pub(super) fn why_open(facts: &Facts<'_>) -> Option<Open> {
     if !is_open(row) {
         return None;
     }
-    if row.status.as_deref() == Some("closing") {
-        return Some(match facts.claim {
+    // Without a status of its own for it, a claimed order is open until its provider has answered.
+    let claim = facts.claim.filter(|_| row.status.as_deref() == Some("closing") || is_overdue(row, now));
+    if row.status.as_deref() == Some("closing") || claim.is_some() {
+        return Some(match claim {
             None => Open::new(
                 "its status is closing, and no worker has claimed it: the shop decides whether it was paid",
                 "let the shop finish its check: it sets the status to paid, closed or unpaid",
@@ -128,9 +130,10 @@ fn claimed(claim: &ClaimRow, pause: Option<&Pause>) -> Open {
     const WAIT: &str =
         "wait until its payment provider was asked; `order-timeout doctor` looks for the cause if that does not end";
     let open = match step.as_str() {
-        "in_progress" => {
-            Open::new(format!("a customer is paying at {provider}, which is asked again at {next_attempt_at}"), WAIT)
-        }
+        "in_progress" => Open::new(
+            format!("a payment is in progress at {provider}, which is asked again at {next_attempt_at}"),
+            WAIT,
+        ),
         "no_answer" => Open::new(
             format!(
                 "{provider} gave no answer in {}, and is asked again at {next_attempt_at}: {answers}",

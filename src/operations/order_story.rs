@@ -96,6 +96,9 @@ pub struct EventRow {
     pub id: Uuid,
     /// The event's type, such as `order.closed.v1`.
     pub r#type: String,
+    /// The reason of an operator, or of a release.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
     /// RFC 3339.
     pub created_at: String,
     /// RFC 3339; `None` if it waits.
@@ -312,7 +315,7 @@ async fn alarms(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<
 
 async fn events(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<EventRow>, String> {
     // Each half has an index of its own.
-    let select = "SELECT id, type, created_at, sent_at, refusals FROM (
+    let select = "SELECT id, type, payload ->> 'why' AS why, created_at, sent_at, refusals FROM (
                       SELECT * FROM event_outbox WHERE payload ->> 'order_id' = $1 AND sent_at IS NULL
                       UNION ALL SELECT * FROM event_outbox WHERE payload ->> 'order_id' = $1 AND sent_at IS NOT NULL) e
                   WHERE kind = $3
@@ -321,6 +324,7 @@ async fn events(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<
         Ok(EventRow {
             id: row.try_get("id")?,
             r#type: row.try_get("type")?,
+            why: row.try_get("why")?,
             created_at: time(row, "created_at")?,
             sent_at: time_if_any(row, "sent_at")?,
             refusals: row.try_get("refusals")?,

@@ -306,6 +306,8 @@ async fn decide_in(
     decision: Decision<'_>,
     operator: &Operator,
 ) -> Result<(), DecisionError> {
+    // For the event, which is all that a mapped table's order has.
+    operator.name_in_transaction(connection).await?;
     // The order's row first, as every payment does.
     let state: Option<String> = sqlx::query_scalar("SELECT state FROM lock_free_order($1, $2)")
         .bind(of.kind.as_str())

@@ -171,7 +171,7 @@ fn words(error: &sqlx::Error) -> String {
 }
 
 /// Whether the user lacks a right.
-pub(super) fn is_forbidden(error: &sqlx::Error) -> bool {
+pub fn is_forbidden(error: &sqlx::Error) -> bool {
     // insufficient_privilege
     sqlstate(error).as_deref() == Some("42501")
 }

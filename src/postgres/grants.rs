@@ -85,6 +85,7 @@ fn needed(table: &TableSettings) -> Vec<(String, Vec<&'static str>)> {
         needed.push((stock.items.clone(), vec!["SELECT"]));
         needed.push((stock.table.clone(), vec!["SELECT", "UPDATE"]));
     }
+    needed.extend(table.attempts.iter().map(|attempts| (attempts.table.clone(), vec!["SELECT"])));
     for also in &table.also {
         let Some(changed) = predicate::changed_table(&also.sql) else { continue };
         let verb = also.sql.trim_start().get(..6).unwrap_or_default().to_uppercase();

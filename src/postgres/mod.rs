@@ -46,7 +46,9 @@ use connect::{
     APPLICATION_NAME, address, connect_once, connect_options, first_connection, in_time, parameters, why_not_connected,
 };
 use error::is_stale_plan;
-pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, unusable, without_server_message};
+pub use error::{
+    DatabaseError, ErrorClass, classify, is_forbidden, is_read_only, one_line, unusable, without_server_message,
+};
 pub use lease::Lease;
 pub use migrations::{migrate, require_migrated};
 pub use operator::Operator;

@@ -235,6 +235,8 @@ pub struct Clues {
     pub is_key: bool,
     /// Whether its default is the present.
     pub is_now: bool,
+    /// Its default, as Postgres prints the expression.
+    pub default: Option<String>,
     /// Whether an index, other than that of the primary key, begins with it.
     pub leads_index: bool,
     /// Whether an index has a condition on it.
@@ -251,6 +253,7 @@ pub async fn clues(connection: &mut PgConnection, relation: &Relation) -> Result
                 'name', a.attname, 'is_enum', t.typtype = 'e',
                 'is_key', EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = a.attrelid AND k.contype IN ('p', 'f')
                         AND a.attnum = ANY (k.conkey)),
+                'default', pg_get_expr(d.adbin, d.adrelid),
                 'is_now', coalesce(pg_get_expr(d.adbin, d.adrelid) ~* '(now\\(|current_|clock_timestamp|statement_timestamp)', false),
                 'leads_index', EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indkey[0] = a.attnum
                         AND NOT i.indisprimary),

@@ -26,6 +26,7 @@ use super::reminders::keep_announcing;
 use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
 use crate::config::Settings;
+use crate::config::kinds::CONNECTIONS_OF_CLOSING;
 use crate::deliver::{OpenError, Opening, Session, SessionEnd};
 use crate::effects::brake::Brake;
 use crate::effects::close::Closer;
@@ -47,8 +48,6 @@ use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
-/// Taking orders over, and their three ends.
-const CLOSING_CONNECTIONS: u32 = 4;
 /// Overdue orders per query: more than a batch, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
@@ -438,7 +437,7 @@ async fn closing_with_provider(
     let Some(policy) = settings.closing_policy(kind) else { return Ok(None) };
     let providers = ConfiguredProviders::new(&settings.provider_settings_of(kind))?;
     // Of its own: closers must not wait for these statements, nor they for closers.
-    let database = Database::connect(&settings.database, CLOSING_CONNECTIONS).await?;
+    let database = Database::connect(&settings.database, CONNECTIONS_OF_CLOSING).await?;
     let of = orders_statements::claimed_kind(&database, settings, kind).await?;
     Ok(Some((policy, ClosingEffects::new(database, of, Arc::new(providers)))))
 }

@@ -26,6 +26,18 @@ CREATE TABLE shop.purchase_lines (
     PRIMARY KEY (purchase_no, sku)
 );
 
+-- The customers' attempts to pay. The shop never says that one has ended.
+CREATE TABLE shop.attempts (
+    provider     text NOT NULL,
+    reference    text NOT NULL,
+    order_id     text NOT NULL,
+    purchase_no  uuid GENERATED ALWAYS AS (order_id::uuid) STORED,
+    amount_minor bigint NOT NULL,
+    currency     text NOT NULL,
+    PRIMARY KEY (provider, reference)
+);
+CREATE INDEX attempts_of_purchase ON shop.attempts (purchase_no);
+
 CREATE TABLE shop.closes (purchase_no uuid NOT NULL);
 CREATE INDEX closes_of_purchase ON shop.closes (purchase_no);
 -- For the view of the history alone, which looks each order up.
@@ -43,6 +55,9 @@ CREATE VIEW as_default.stock AS SELECT sku AS article_id, free AS available, hel
 
 CREATE VIEW as_default.order_items AS
 SELECT purchase_no AS order_id, sku AS article_id, pieces AS quantity FROM shop.purchase_lines;
+
+CREATE VIEW as_default.payment_attempts AS
+SELECT provider, reference, order_id, amount_minor, currency FROM shop.attempts;
 
 -- A mapped table has no history of settlements; each has one event.
 CREATE VIEW as_default.order_events AS

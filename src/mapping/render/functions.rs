@@ -352,14 +352,49 @@ impl Parts<'_> {
     /// Makes our attempts of these orders those of the shop's table. What a provider has decided and what was reported stays.
     ///
     /// One that the shop no longer has as open goes, and can come back: a customer may try again under the same reference. Not
-    /// from an order that is claimed, about which a provider is being asked. An attempt of two orders fails the statement: its
-    /// money would count for one. Casts fail with the sentence, as in the close.
+    /// from an order that is claimed, about which a provider is being asked. An attempt that is known for another order fails
+    /// the statement: its money counts for that one alone, and this order must not be closed as if there were none.
     fn attempts_function(&self, settings: &AttemptsSettings, attempts: &Relation) -> Result<String, MappingError> {
         let (alias, kind) = (name(&attempts.name), self.kind_literal());
         let order = require_all(attempts, &alias, &settings.order.0, "attempts.order")?;
+        let of = |row: &str| {
+            format!("CASE WHEN {row}.kind = {kind} THEN {row}.order_id ELSE {row}.kind || ' ' || {row}.order_id END")
+        };
+        let (of_attempt, of_payment) = (of("p"), of("r"));
         let time = |time: &Option<String>, without: &str| time.as_deref().map_or_else(|| without.to_owned(), ended);
         Ok(format!(
-            "\nWITH {asked},\not_shop AS MATERIALIZED (\n    SELECT {order_id} AS order_id, canonical_provider(({provider})::text) AS provider, ({reference})::text AS reference,\n           {amount} AS amount_minor, ({currency})::text AS currency, ({created_at}) AS created_at, ({payable_until})::timestamptz AS payable_until\n    FROM {table} AS {alias} WHERE {is_asked} AND ({open})\n),\not_gone AS (\n    DELETE FROM payment_attempts p\n    WHERE p.order_id = ANY ($1) AND p.kind = {kind} AND p.state = 'open'\n      AND ((p.provider, p.reference) IN (SELECT s.provider, s.reference FROM ot_shop s)) IS NOT TRUE\n      AND NOT EXISTS (SELECT FROM close_attempts c WHERE c.kind || '' = {kind} AND c.order_id = p.order_id)\n)\nINSERT INTO payment_attempts (provider, reference, order_id, kind, amount_minor, currency, created_at, payable_until)\nSELECT s.provider, s.reference, s.order_id, {kind},\n       CASE WHEN s.provider IS NULL OR s.reference IS NULL\n            THEN ('kinds.{kind_name}.table.attempts has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')::bigint\n            WHEN s.owner = s.order_id THEN s.amount_minor\n            ELSE ('kinds.{kind_name}.table.attempts has ' || s.reference || ' of ' || s.provider || ' for the orders ' || s.owner || ' and ' || s.order_id || '; an attempt pays one order')::bigint END,\n       s.currency, s.created_at, s.payable_until\nFROM (\n    SELECT s.*, p.order_id AS known,\n           coalesce(p.order_id, min(s.order_id) OVER (PARTITION BY s.provider, s.reference)) AS owner\n    FROM ot_shop s LEFT JOIN payment_attempts p ON p.provider = s.provider AND p.reference = s.reference\n) s\nWHERE s.known IS DISTINCT FROM s.order_id\n  AND NOT EXISTS (SELECT FROM received_payments r WHERE r.provider = s.provider AND r.reference = s.reference)\nON CONFLICT (provider, reference) DO NOTHING\n",
+            "
+WITH {asked},
+ot_shop AS MATERIALIZED (
+    SELECT {order_id} AS order_id, canonical_provider(({provider})::text) AS provider, ({reference})::text AS reference,
+           {amount} AS amount_minor, ({currency})::text AS currency, ({created_at}) AS created_at, ({payable_until})::timestamptz AS payable_until
+    FROM {table} AS {alias} WHERE {is_asked} AND ({open})
+),
+ot_known AS MATERIALIZED (
+    SELECT s.*, {of_attempt} AS taken_over, {of_payment} AS reported,
+           min(s.order_id) OVER (PARTITION BY s.provider, s.reference) AS first
+    FROM ot_shop s
+    LEFT JOIN payment_attempts p ON p.provider = s.provider AND p.reference = s.reference
+    LEFT JOIN received_payments r ON r.provider = s.provider AND r.reference = s.reference
+),
+ot_gone AS (
+    DELETE FROM payment_attempts p
+    WHERE p.order_id = ANY ($1) AND p.kind = {kind} AND p.state = 'open'
+      AND ((p.provider, p.reference) IN (SELECT s.provider, s.reference FROM ot_shop s)) IS NOT TRUE
+      AND NOT EXISTS (SELECT FROM close_attempts c WHERE c.kind || '' = {kind} AND c.order_id = p.order_id)
+)
+INSERT INTO payment_attempts (provider, reference, order_id, kind, amount_minor, currency, created_at, payable_until)
+SELECT s.provider, s.reference, s.order_id, {kind},
+       CASE WHEN s.provider IS NULL OR s.reference IS NULL
+            THEN refuse('kinds.{kind_name}.table.attempts has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')
+            WHEN coalesce(s.taken_over, s.reported, s.first) <> s.order_id
+            THEN refuse('kinds.{kind_name}.table.attempts has ' || s.reference || ' of ' || s.provider || ' for order ' || s.order_id || ', and it is known for order ' || coalesce(s.taken_over, s.reported, s.first) || '; an attempt pays one order')
+            ELSE s.amount_minor END,
+       s.currency, s.created_at, s.payable_until
+FROM ot_known s
+WHERE s.taken_over IS DISTINCT FROM s.order_id AND s.reported IS DISTINCT FROM s.order_id
+ON CONFLICT (provider, reference) DO NOTHING
+",
             asked = self.asked("SELECT DISTINCT unnest($1::text[]) AS text_id"),
             order_id = ids::print(&order),
             provider = ended(&settings.provider),

@@ -178,21 +178,28 @@ impl Check<'_> {
             let found = async {
                 let facts = catalog::facts(connection, table).await?;
                 let orders = survey::survey(connection, "table", &table.table).await?;
+                let attempts = match &facts.attempts {
+                    Some(table) => Some(survey::survey(connection, "attempts.table", &table.qualified()).await?),
+                    None => None,
+                };
                 let mut others = Vec::new();
                 for (settings, (items, stock)) in table.stock.iter().zip(&facts.stock) {
                     let items = survey::survey(connection, "items", &items.qualified()).await?;
                     others.push((settings, items, survey::survey(connection, "table", &stock.qualified()).await?));
                 }
-                Ok::<_, catalog::CatalogError>((facts, orders, others))
+                Ok::<_, catalog::CatalogError>((facts, orders, attempts, others))
             };
             Ok(found.await)
         });
         let looked = looked.await.map_err(|error| DatabaseError(one_line(&error)))?;
-        let (facts, orders, others) = looked.map_err(|fault| match fault {
+        let (facts, orders, attempts, others) = looked.map_err(|fault| match fault {
             catalog::CatalogError::Mapping(fault) => orders_statements::unfit(self.settings, self.kind, &fault),
             catalog::CatalogError::Database(_) => DatabaseError(fault.to_string()),
         })?;
         self.orders_table(table, &orders);
+        if let Some((settings, attempts)) = table.attempts.as_ref().zip(attempts) {
+            self.require_index("attempts.order", &attempts, &settings.order.0, false);
+        }
         for (index, (settings, items, stock)) in others.iter().enumerate() {
             let key = |name: &str| format!("stock[{index}].{name}");
             if [RelationKind::View, RelationKind::ForeignTable].contains(&items.relation.kind) {
@@ -382,7 +389,13 @@ impl Check<'_> {
             self.wrong("close", format!("order {id} is found overdue again after its close; set a column that makes the condition open false"));
         }
         if closed > 0 {
-            self.proven("close", format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()));
+            let claimed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("claimed".to_owned())).count();
+            let claimed = match claimed {
+                0 => String::new(),
+                claimed => format!("; {claimed} have an attempt to pay, about which a provider is asked first"),
+            };
+            let all = outcomes.len();
+            self.proven("close", format!("{closed} of {all} overdue orders were closed and rolled back{claimed}"));
         }
         for (index, rows) in also.into_iter().enumerate().filter(|_| closed > 0) {
             let (level, rows) = match rows {
@@ -422,6 +435,18 @@ impl Check<'_> {
     async fn dry_payment(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper, facts: Option<&Facts>) {
         let Some((table, facts)) = self.settings.table_of(self.kind).zip(facts) else { return };
         let ((close, parameters), overdue) = (closer.statement(), sweeper.statement());
+        if table.attempts.is_some() {
+            let read =
+                database.run(async |connection| dry_payment::read_attempts(connection, &overdue, self.kind).await);
+            if let Err(error) = read.await {
+                let why = one_line(&error);
+                return self.wrong(
+                    "attempts",
+                    format!("cannot be taken over: {why}; correct the setting or the rows that it is about, or let the owner of the function kind_{}_attempts SELECT from each table that it names", self.kind),
+                );
+            }
+            self.proven("attempts", "those of the next orders were taken over and rolled back");
+        }
         let mapping = (self.kind, table, facts);
         let run = database
             .run(async |connection| dry_payment::run(connection, (&close, parameters), &overdue, mapping).await);

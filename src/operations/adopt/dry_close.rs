@@ -2,6 +2,8 @@
 //!
 //! Uses the statements in effect. Holds its locks for the time of one batch.
 
+use std::time::Duration;
+
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::order::Timestamp;
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row, SqlStr};
@@ -104,8 +106,18 @@ pub(super) async fn overdue_ids(
     overdue: &SqlStr,
     limit: i64,
 ) -> Result<Vec<String>, sqlx::Error> {
+    ids_due_by(connection, overdue, limit, Duration::ZERO).await
+}
+
+/// The same of orders that are due within `ahead`.
+pub(super) async fn ids_due_by(
+    connection: &mut PgConnection,
+    overdue: &SqlStr,
+    limit: i64,
+    ahead: Duration,
+) -> Result<Vec<String>, sqlx::Error> {
     let rows = sqlx::query(overdue.clone())
-        .bind(0.0_f64)
+        .bind(-ahead.as_secs_f64())
         .bind(Timestamptz(Timestamp::from_unix_micros(i64::MIN)))
         .bind("")
         .bind(limit)

@@ -3,10 +3,12 @@
 //!
 //! Uses the statements and functions in effect. Holds its locks for the time of one batch; asks no provider.
 
+use std::time::Duration;
+
 use order_timeout_core::kind::Kind;
 use sqlx::{Connection, PgConnection, Row, SqlStr};
 
-use super::dry_close::{StockChange, TRIED, close_tried, compare, needed_stock, overdue_ids};
+use super::dry_close::{StockChange, TRIED, close_tried, compare, ids_due_by, needed_stock, overdue_ids};
 use crate::config::kinds::{StockSettings, TableSettings};
 use crate::mapping::Facts;
 use crate::operations::late_payments::{all, take_and_pay};
@@ -14,6 +16,10 @@ use crate::postgres::{ErrorClass, classify, one_line};
 
 /// The provider of the attempts, which no settings need to have: it is not asked.
 const PROVIDER: &str = "adopt";
+
+/// Orders whose attempts are read, and how far ahead of their deadlines.
+const READ: i64 = 1_000;
+const FAR: Duration = Duration::from_secs(365 * 24 * 3_600);
 
 /// What the payments have shown.
 #[derive(Debug, Default)]
@@ -47,6 +53,21 @@ pub struct DryReopening {
     /// For each `take`, by the place of its stock: rows that the orders need, and how many of them their items name after the
     /// close. Whether they change is not asked: what is taken may be consumed at once.
     pub stock: Vec<(usize, StockChange)>,
+}
+
+/// Takes the attempts of the next orders over, due or not: reading them needs rights, and each must say what a provider is asked.
+///
+/// # Errors
+/// sqlx's.
+pub async fn read_attempts(connection: &mut PgConnection, overdue: &SqlStr, kind: &Kind) -> Result<(), sqlx::Error> {
+    let mut transaction = connection.begin().await?;
+    wait_briefly(&mut transaction).await?;
+    let ids = ids_due_by(&mut transaction, overdue, READ, FAR).await?;
+    let read = sqlx::query("SELECT take_over_attempts($1, $2)").bind(ids).bind(kind.as_str());
+    match read.execute(&mut *transaction).await {
+        Err(error) if !is_held(&error) => Err(error),
+        _ => transaction.rollback().await,
+    }
 }
 
 /// Runs it.

@@ -10,7 +10,7 @@ use crate::mapping::{ColumnType, MappingError, Relation, RelationKind, ids, quot
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::grants;
 use crate::postgres::survey::{self, Clues, ForeignKey, Survey};
-use crate::postgres::{Database, DatabaseError, one_line};
+use crate::postgres::{Database, DatabaseError, is_forbidden, one_line};
 use crate::sanitize;
 
 /// A proposed mapping.
@@ -43,6 +43,8 @@ pub async fn propose(database: &Database, kind: &Kind, table: Option<&str>) -> R
 struct Status {
     column: String,
     is_number: bool,
+    /// What a new row of a column of numbers has: it is open.
+    first: String,
     values: Vec<(String, i64)>,
 }
 
@@ -90,16 +92,38 @@ async fn look(connection: &mut PgConnection, kind: &Kind, table: Option<&str>) -
     let clues = survey::clues(connection, &orders.relation).await?;
     let status = status(connection, &orders.relation, &clues).await?;
     let deadline = deadline(connection, &orders.relation, &clues).await?;
-    let (mut reservations, mut attempts_to_pay) = (Vec::new(), Vec::new());
+    let (mut reservations, mut attempts_to_pay, mut unread) = (Vec::new(), Vec::new(), Vec::new());
     for key in &orders.referenced_by {
-        match attempts(connection, key).await? {
-            Some(attempts) => attempts_to_pay.push(attempts),
-            None => reservations.extend(reservation(connection, key).await?),
+        let found = match attempts(connection, key).await {
+            Ok(Some(attempts)) => {
+                attempts_to_pay.push(attempts);
+                continue;
+            }
+            Ok(None) => reservation(connection, key).await,
+            Err(error) => Err(error),
+        };
+        match found {
+            Ok(reservation) => reservations.extend(reservation),
+            // Whether it matters is not known.
+            Err(CatalogError::Database(error)) if is_forbidden(&error) => {
+                unread.push(format!("{}: {}", key.table, one_line(&error)));
+            }
+            Err(error) => return Err(error),
         }
     }
     let zone: String = sqlx::query_scalar("SELECT current_setting('TimeZone')").fetch_one(connection).await?;
-    Ok(Draft { kind: kind.clone(), orders, clues, status, deadline, reservations, attempts: attempts_to_pay, zone }
-        .proposal(others))
+    Ok(Draft {
+        kind: kind.clone(),
+        orders,
+        clues,
+        status,
+        deadline,
+        reservations,
+        attempts: attempts_to_pay,
+        unread,
+        zone,
+    }
+    .proposal(others))
 }
 
 /// What a word among a column's values says of its order.
@@ -151,7 +175,7 @@ fn has_part(name: &str, parts: &str) -> bool {
 const STATUS: &str = "status state stage zustand estado statut stato settled 状态";
 const QUANTITY: &str = "quantity qty units count menge anzahl cantidad 数量";
 /// Columns of stock that is promised to orders.
-const TAKEN: &str = "reserved lockstock locked allocated booked reserviert";
+const TAKEN: &str = "reserved lockstock locked allocated booked onhold reserviert";
 /// Columns of stock that can be sold.
 const FREE: &str = "available stock onhand size free bestand disponible 库存";
 const DEADLINE: &str = "expir due deadline until validto timeout frist ablauf fällig faellig bis vence vencim limite \
@@ -201,11 +225,17 @@ async fn status(connection: &mut PgConnection, of: &Relation, clues: &[Clues]) -
         let words = 4 * has(Meaning::Open) + 4 * has(Meaning::Paid) + 3 * has(Meaning::Closed);
         let points = words + 4 * i32::from(is_named) + 3 * i32::from(clue.is_condition) + 2 * i32::from(clue.is_enum)
             - 2 * i32::from(is_flag);
-        found.push((points, Status { column: clue.name.clone(), is_number, values }));
+        found.push((points, Status { column: clue.name.clone(), is_number, first: number_in(clue), values }));
     }
     let Some(mut status) = best(found, 4) else { return Ok(None) };
     status.values = survey::values(connection, of, &status.column, i64::MAX).await?;
     Ok(Some(status))
+}
+
+fn number_in(clue: &Clues) -> String {
+    let digits = clue.default.iter().flat_map(|default| default.chars().skip_while(|c| !c.is_ascii_digit()));
+    let number: String = digits.take_while(char::is_ascii_digit).collect();
+    if number.is_empty() { "0".to_owned() } else { number }
 }
 
 /// The column of the deadline: of a type that has times, not written when the row is.
@@ -272,16 +302,9 @@ async fn attempts(connection: &mut PgConnection, key: &ForeignKey) -> Result<Opt
         parts.find_map(|part| texts().find(|(name, _)| plain(name).contains(part))).map(|(name, _)| name.clone())
     };
     let is_named = has_part(&table.name, ATTEMPTS);
-    let found = named(REFERENCE).zip(number_like(&table, AMOUNT)).filter(|_| is_named);
-    let (provider, currency) = (named(PROVIDER), named(CURRENCY));
-    Ok(found.map(|(reference, amount)| Attempts {
-        order: key.columns.clone(),
-        reference,
-        amount,
-        provider,
-        currency,
-        table,
-    }))
+    let amount = number_like(&table, AMOUNT).filter(|_| is_named);
+    let (reference, provider, currency) = (named(REFERENCE), named(PROVIDER), named(CURRENCY));
+    Ok(amount.map(|amount| Attempts { order: key.columns.clone(), reference, amount, provider, currency, table }))
 }
 
 /// The first numeric column with one of these parts in its name.
@@ -295,7 +318,7 @@ fn number_like(relation: &Relation, parts: &str) -> Option<String> {
 struct Attempts {
     table: Relation,
     order: Vec<String>,
-    reference: String,
+    reference: Option<String>,
     amount: String,
     provider: Option<String>,
     currency: Option<String>,
@@ -313,7 +336,7 @@ impl Attempts {
             format!("# order = {}", toml_list(&self.order)),
             "# open = \"?\"".into(),
             format!("# provider = {}", name(&self.provider)),
-            format!("# reference = {}", toml(&column(&self.reference))),
+            format!("# reference = {}", name(&self.reference)),
             format!("# amount = {}", toml(&column(&self.amount))),
             format!("# currency = {}", name(&self.currency)),
         ]);
@@ -329,6 +352,8 @@ struct Draft {
     deadline: Option<String>,
     reservations: Vec<Reservation>,
     attempts: Vec<Attempts>,
+    /// Tables that refer to the orders and cannot be read, with the error.
+    unread: Vec<String>,
     zone: String,
 }
 
@@ -336,12 +361,15 @@ impl Status {
     /// Its values with this meaning; of a column of numbers, those that shops use for it most.
     fn like(&self, wanted: Meaning) -> Vec<&str> {
         let numbers: &[&str] = match wanted {
-            Meaning::Open => &["0"],
+            Meaning::Open => &[&self.first],
             Meaning::Paid => &["1", "2", "3"],
             Meaning::Closed => &["4"],
         };
-        let is_wanted =
-            |value: &str| if self.is_number { numbers.contains(&value) } else { meaning(value) == Some(wanted) };
+        let is_open = |value: &str| value == self.first && wanted != Meaning::Open;
+        let is_wanted = |value: &str| match self.is_number {
+            true => numbers.contains(&value) && !is_open(value),
+            false => meaning(value) == Some(wanted),
+        };
         self.values.iter().map(|(value, _)| value.as_str()).filter(|value| is_wanted(value)).collect()
     }
 
@@ -400,6 +428,11 @@ impl Draft {
         for reservation in &self.reservations {
             reservation.write(&self.kind, &mut lines, &mut ddl, self.orders.primary_key.len());
         }
+        lines.extend(self.unread.iter().map(|unread| {
+            format!(
+                "\n# Not looked at: {unread}. GRANT SELECT and propose again if orders reserve stock or are paid there."
+            )
+        }));
         self.attempts.iter().for_each(|attempts| attempts.write(&self.kind, &mut lines));
         let keys: Vec<String> = self.orders.primary_key.iter().map(|name| column(name)).collect();
         let columns = [vec![deadline], keys].concat().join(", ");

@@ -93,7 +93,8 @@ fn judge_server(facts: &Facts, settings: &Settings, checks: &mut Checks) {
     }
     // The closers' own, and one on which the clock is read while all of them are busy.
     let of_closers = i64::try_from(settings.worker.closers).unwrap_or(i64::MAX).saturating_add(1);
-    let needed = of_closers.saturating_add(settings.connections_besides_closers().into());
+    let besides = settings.connections_besides_closers().saturating_add(settings.connections_of_closing());
+    let needed = of_closers.saturating_add(besides.into());
     if facts.connections_left < needed {
         checks.warning(
             Problem::new(

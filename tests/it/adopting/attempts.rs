@@ -1,9 +1,11 @@
 //! The shop's own table of attempts to pay: what it says when an order falls due decides who asks, and what a provider has
 //! decided stays.
 
+use order_timeout::Settings;
 use order_timeout::operations::orders_statements;
 use order_timeout::postgres::{Database, kind_functions};
 use order_timeout_core::kind::Kind;
+use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{EnvBuilder, TestEnv};
 
 use super::{execute, map, text};
@@ -104,7 +106,7 @@ fn attempt_that_names_no_payment_is_refused() {
         let env = &*env;
         prepare(env).await;
         for (payments, sentence) in [
-            ("(1, 'P1'), (2, 'P1')", "for the orders 1 and 2; an attempt pays one order"),
+            ("(1, 'P1'), (2, 'P1')", "for order 2, and it is known for order 1; an attempt pays one order"),
             ("(1, NULL)", "order 1 without a provider or reference; leave it out of open"),
         ] {
             execute(env, "DELETE FROM spree.payments").await;
@@ -117,7 +119,67 @@ fn attempt_that_names_no_payment_is_refused() {
         execute(env, "INSERT INTO payment_attempts VALUES ('card', 'P1', '3', 4990, 'CNY', 'late')").await;
         execute(env, "INSERT INTO spree.payments (order_id, number) VALUES (1, 'P1')").await;
         let error = close(env).await.unwrap_err().to_string();
-        assert!(error.contains("for the orders 3 and 1"), "{error}");
+        assert!(error.contains("for order 1, and it is known for order 3"), "{error}");
+        // And where its money was reported for another order: one payment of two orders, of which the shop reports one.
+        execute(env, "DELETE FROM payment_attempts; SELECT payment_received('2', 'card', 'P1', 4990, 'CNY')").await;
+        let error = close(env).await.unwrap_err().to_string();
+        assert!(error.contains("for order 1, and it is known for order 2"), "{error}");
+        let released = sqlx::query_scalar::<_, String>("SELECT release('1', 'no payment')").fetch_one(&env.pool).await;
+        assert!(released.unwrap_err().to_string().contains("an attempt pays one order"));
+    });
+}
+
+#[test]
+fn check_names_attempts_that_cannot_be_asked() {
+    shop().run(async |env| {
+        let env = &*env;
+        prepare(env).await;
+        execute(
+            env,
+            "UPDATE spree.orders SET expires_at = expires_at + interval '1 h'; DROP INDEX spree.payments_order",
+        )
+        .await;
+        execute(env, "INSERT INTO spree.payments (order_id, number) VALUES (1, 'P1'), (2, 'P1')").await;
+        let (code, said, error) = call_with(&env.settings, &["adopt", "--check"]).await;
+        assert_eq!(code, 1, "{said}{error}");
+        for part in [
+            "no index of \"spree\".\"payments\" begins with \"order_id\"",
+            "cannot be taken over: kinds.order.table.attempts has P1 of card for order 2, and it is known for order 1",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        assert_eq!(ours(env).await, []);
+    });
+}
+
+/// The mapping has no status for a claimed order.
+#[test]
+fn claimed_order_is_explained_and_settled_with_reason() {
+    let without_closing = |settings: &mut Settings| {
+        map(settings, "spree");
+        settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap().closing = None;
+    };
+    TestEnv::builder().without_broker().settings(without_closing).run(async |env| {
+        let env = &*env;
+        prepare(env).await;
+        execute(env, "INSERT INTO spree.payments (order_id, number) VALUES (1, 'P1')").await;
+        assert_eq!(close(env).await.unwrap()[0], "claimed");
+        let refunded =
+            "UPDATE close_attempts SET step = 'unresolved', unresolved_reason = 'refunded', unresolved_at = now()";
+        execute(env, refunded).await;
+        let (_, said, error) = call_with(&env.settings, &["explain", "1"]).await;
+        assert!(said.contains("it is unresolved since") && said.contains("closing settle"), "{said}{error}");
+        let settle = ["closing", "settle", "1", "--as", "closed", "--why", "the customer gave up"];
+        let (code, said, error) = call_with(&env.settings, &settle).await;
+        assert_eq!(code, 0, "{said}{error}");
+        execute(env, "SELECT payment_received('1', 'card', 'late', 4990, 'CNY')").await;
+        let (_, said, error) = call_with(&env.settings, &["explain", "1"]).await;
+        for part in [
+            "order.closed.v1 was written; it has not been announced yet; why: the customer gave up",
+            "from card, reference late: late (closed)",
+        ] {
+            assert!(said.contains(part), "{part}: {said}{error}");
+        }
     });
 }
 

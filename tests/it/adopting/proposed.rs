@@ -130,6 +130,8 @@ fn proposal_guesses_what_orders_cost() {
         CREATE TABLE public.price_lists (id bigint PRIMARY KEY);
         CREATE TABLE public.cents (id bigint PRIMARY KEY, status text, expires_at timestamptz, item_total bigint, price_list_id bigint REFERENCES public.price_lists, total bigint, currency char(3));
         CREATE TABLE public.payments (order_id bigint REFERENCES public.cents, gateway text, out_trade_no text, amount bigint);
+        CREATE TABLE public.numbers (id bigint PRIMARY KEY, status integer NOT NULL DEFAULT 1, create_time timestamp DEFAULT now());
+        INSERT INTO public.numbers (id, status) VALUES (1, 1), (2, 2), (3, 3);
         CREATE TABLE public.yuan (id bigint PRIMARY KEY, status text, expires_at timestamptz, pay_amount numeric(10, 2))";
     TestEnv::builder().without_broker().run(async |env| {
         execute(&env, SHOPS).await;
@@ -137,6 +139,7 @@ fn proposal_guesses_what_orders_cost() {
         for (table, part) in [
             ("public.cents", "\namount = \"total\"\n# It counts the smallest unit, such as cents; otherwise add minor_units.\ncurrency = \"currency\"\n"),
             ("public.cents", "# [kinds.order.table.attempts]\n# table = \"public.payments\"\n# order = [\"order_id\"]\n# open = \"?\"\n# provider = \"gateway\"\n# reference = \"out_trade_no\"\n# amount = \"amount\"\n# currency = \"'?'\"\n"),
+            ("public.numbers", "\nopen = \"status = 1\"\npaid = \"status IN (2, 3)\"\n"),
             ("public.yuan", "In which currency?\n# amount = \"pay_amount\"\n# With two decimal places, as EUR has them? JPY has none, KWD three; for several, write a CASE in amount.\n# minor_units = 2\n# currency = \"'EUR'\"\n"),
         ] {
             let proposal = propose::propose(&database, &Kind::ORDER, Some(table)).await.unwrap();
