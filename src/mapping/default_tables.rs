@@ -60,7 +60,9 @@ pub fn table() -> &'static TableSettings {
     &TABLE
 }
 
-fn facts() -> Facts {
+/// What the catalog would say of them.
+#[must_use]
+pub fn facts() -> Facts {
     Facts {
         orders: relation("orders", ORDERS),
         deadline_type: "TIMESTAMPTZ".into(),

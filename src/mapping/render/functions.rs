@@ -87,7 +87,7 @@ impl Parts<'_> {
     }
 
     /// Whether the row has what a setting such as `close` writes.
-    fn has_values(&self, columns: &BTreeMap<String, String>) -> String {
+    pub(super) fn has_values(&self, columns: &BTreeMap<String, String>) -> String {
         let alias = self.alias();
         let has = columns.iter().map(|(column, value)| match value.as_str() {
             NOW | PATH => format!("{alias}.{} IS NOT NULL", name(column)),

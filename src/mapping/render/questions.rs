@@ -119,7 +119,7 @@ impl<'a> Parts<'a> {
         )
     }
 
-    fn why_no_money(&self) -> Option<String> {
+    pub(super) fn why_no_money(&self) -> Option<String> {
         let kind = &self.words.kind;
         match (&self.facts.money_fault, &self.table.amount) {
             (Some(MappingError { key, why }), _) => Some(format!("{} {why}", key_of(kind, key))),
