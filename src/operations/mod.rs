@@ -3,6 +3,7 @@
 //! Formats nothing for a terminal or a page.
 
 pub mod adopt;
+pub mod audit;
 pub mod close_orders;
 pub mod close_rate;
 pub mod doctor;

@@ -30,6 +30,16 @@ pub async fn missing(connection: &mut PgConnection, table: &TableSettings) -> Re
     lacking(connection, needed(table)).await
 }
 
+/// The same for an audit, which only reads the orders and their stock.
+///
+/// # Errors
+/// sqlx's.
+pub async fn missing_to_read(connection: &mut PgConnection, table: &TableSettings) -> Result<Vec<String>, sqlx::Error> {
+    let of_stock = table.stock.iter().flat_map(|stock| [&stock.items, &stock.table]);
+    let tables = std::iter::once(&table.table).chain(of_stock);
+    lacking(connection, tables.map(|name| (name.clone(), vec!["SELECT"])).collect()).await
+}
+
 /// Why this table, as it is written in a setting, cannot be read, with the `GRANT` statements that an orders table needs.
 ///
 /// # Errors

@@ -51,7 +51,7 @@ fn listed(items: &[String]) -> String {
 
 /// The SQL condition that policies may hide rows of `table` from this role where it uses this right on it: expressions of
 /// SQL. Only a permissive policy that lets through every row, without a restrictive one beside it, hides nothing.
-fn hides_rows(table: &str, right: &str) -> String {
+pub(crate) fn hides_rows(table: &str, right: &str) -> String {
     format!(
         "row_security_active({table}) AND (
              EXISTS (SELECT FROM pg_policy p WHERE p.polrelid = {table} AND NOT p.polpermissive)
