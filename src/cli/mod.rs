@@ -1,6 +1,7 @@
 //! The command line: one file per subcommand. Reads arguments, calls the library and prints; decides nothing.
 
 pub mod adopt;
+pub mod audit;
 mod bulk;
 pub mod close;
 pub mod closing;
@@ -372,6 +373,9 @@ pub enum Command {
     Provider(provider::ProviderCommand),
     /// Propose a mapping for an orders table of your own, or prove the configured one
     Adopt(adopt::AdoptArgs),
+    /// Find what went wrong with the orders of the last days: closed although paid, late, early, stock not given back. Reads
+    /// only, and needs no tables of ours; exit code 1 if something is found
+    Audit(audit::AuditArgs),
     /// Print the statements that close orders and find overdue ones
     Sql(sql::SqlArgs),
     /// Move the clock of a database that `setup --for-tests` has made
@@ -402,6 +406,7 @@ impl Command {
             Self::Deadline(args) => &args.of,
             Self::Close(args) => &args.of,
             Self::Sql(args) => &args.of,
+            Self::Audit(args) => &args.of,
             // A kind whose table is only to be proposed need not be in the settings.
             Self::Adopt(args) if !args.is_proposal() => &args.of,
             _ => return None,
@@ -441,6 +446,7 @@ impl Command {
             Self::Closing(command) => closing::run(command, settings).await,
             Self::Provider(command) => provider::run(command, settings).await,
             Self::Adopt(args) => adopt::run(args, settings).await,
+            Self::Audit(args) => audit::run(args, settings).await,
             Self::Sql(args) => sql::run(args, settings).await,
             Self::Testing(command) => testing::run(command, settings).await,
             Self::Config(args) => config::run(&args, given),

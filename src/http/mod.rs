@@ -35,6 +35,7 @@ use crate::observe::metrics::Metrics;
 
 pub use api::openapi;
 pub use client::{get, get_json};
+pub use page::audit_file;
 pub use site::{Site, TokenError};
 
 /// Whether the worker's loops turn.

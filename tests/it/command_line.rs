@@ -333,9 +333,9 @@ fn every_command_and_argument_has_help() {
     let mut cli = Cli::command();
     cli.build();
     // The program, setup, worker, health, schedule, status, doctor, explain, forecast, deadline, close, pause,
-    // resume, topology, config, sql, adopt, completions, man, parked with its three, late with its
+    // resume, topology, config, sql, adopt, audit, completions, man, parked with its three, late with its
     // two, closing with its three, provider and testing with their one.
-    assert_eq!(check(&cli, &[]), 34);
+    assert_eq!(check(&cli, &[]), 35);
 }
 
 #[test]
@@ -728,6 +728,7 @@ fn usage_errors_exit_with_2() {
             (&[], &["schedule", "1", "--in", "5m", kind[0], kind[1]], "nope"),
             (&[], &["sql", kind[0], kind[1]], "nope"),
             (&[], &["adopt", "--check", kind[0], kind[1]], "nope"),
+            (&[], &["audit", kind[0], kind[1]], "nope"),
             (&[], &["adopt", "--accept-backlog", kind[0], kind[1]], "nope"),
         ];
         for (settings, arguments, part) in cases {

@@ -6,6 +6,7 @@ mod addresses;
 mod adopting;
 mod announce;
 mod api;
+mod audit;
 mod brake;
 mod broker_restart;
 mod broker_unavailable;

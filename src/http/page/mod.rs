@@ -3,6 +3,7 @@
 //! HTML rendered here, one stylesheet, one small script, and nothing from elsewhere. Every text from outside is escaped
 //! by the template, and hidden characters are made visible. Each page calls an operation; decides nothing.
 
+mod audit;
 mod changes;
 mod due;
 mod forecast;
@@ -33,7 +34,11 @@ use maud::{Markup, html};
 
 use super::api::Problem;
 use super::site::Shared;
+pub use audit::audit_file;
 use layout::{Layout, Visitor};
+
+/// The only stylesheet.
+const STYLE: &str = include_str!("page.css");
 
 /// A thousand checked alarms are 50 kB.
 const LARGEST_FORM_BYTES: usize = 64 * 1024;
@@ -61,7 +66,7 @@ pub(super) fn router() -> Router<Arc<Shared>> {
         .route("/pauses/resume", post(pauses::resume))
         .route("/login", get(login::page).post(login::begin))
         .route("/logout", post(login::end))
-        .route("/assets/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page.css"))))
+        .route("/assets/page.css", get(async || asset("text/css; charset=utf-8", STYLE)))
         .route("/assets/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page.js"))))
         .route("/assets/icon.svg", get(async || asset("image/svg+xml", include_str!("icon.svg"))))
         .layer(DefaultBodyLimit::max(LARGEST_FORM_BYTES))
