@@ -109,9 +109,10 @@ impl Reader {
         now.map_err(|error| self.why_unread(&error))
     }
 
-    /// Reads a page, after a pause that is as long as the page before took: the shop has the server for half of the time.
+    /// Reads a page, after a pause that is half as long as the page before took: with random keys 5 million orders would
+    /// otherwise take more than two minutes.
     pub async fn page(&mut self, after: &str, since: Timestamp) -> Result<Page, DatabaseError> {
-        tokio::time::sleep(self.took).await;
+        tokio::time::sleep(self.took / 2).await;
         let began = Instant::now();
         // Rendered from the operator's configuration.
         let select = sqlx::query_scalar(AssertSqlSafe(self.statements.page.clone()))
