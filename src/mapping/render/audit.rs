@@ -201,7 +201,8 @@ impl Parts<'_> {
                 ("after", self.after("$1")),
                 ("id_as_keys", self.id_as_keys(&self.alias())),
                 ("deadline", self.usable_deadline()),
-                ("open", ended(&self.table.open)),
+                // A claimed order waits for its provider, and is as late.
+                ("open", format!("({}) OR {}", ended(&self.table.open), self.is_closing())),
                 ("paid", ended(&self.table.paid)),
                 ("is_closed", told.is_closed.clone().unwrap_or_else(|| "false".to_owned())),
                 ("is_released", self.is_released()),
