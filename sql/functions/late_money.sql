@@ -37,8 +37,8 @@ BEGIN
     VALUES (late.kind, 'order.payment_late', 'order.payment_late.v1', late_payment_as_json(late));
 END $$;
 
--- The part payments of an order that was closed or cancelled become late money. The close calls it in its own
--- statement; a shop calls it where it cancels an order. Returns how many there were: none while the order is open or
+-- The part payments of an order that was closed or cancelled become late money. A shop calls it where it cancels an
+-- order. Returns how many there were: none while the order is open or
 -- paid, so that every role may call it.
 CREATE OR REPLACE FUNCTION release_part_payments(order_id text, kind text DEFAULT 'order') RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$

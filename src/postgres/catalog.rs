@@ -7,7 +7,7 @@ use sqlx::{AssertSqlSafe, Column, Executor, PgConnection, Row, SqlSafeStr, State
 
 use super::one_line;
 use crate::config::kinds::{AttemptsSettings, StockSettings, TableSettings};
-use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, predicate, quote};
+use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, ids, predicate, quote};
 
 /// Why the facts of a mapping are not known.
 #[derive(Debug, thiserror::Error)]
@@ -110,6 +110,17 @@ async fn attempts_relation(
     settings: &AttemptsSettings,
 ) -> Result<Relation, CatalogError> {
     let attempts = relation(connection, "attempts.table", &settings.table).await?;
+    for column in &settings.order.0 {
+        // One that is equal to an id and printed otherwise, as 1.00 is to 1, would not be found again.
+        let printed_otherwise = |kind: &&ColumnType| kind.base == "citext" || !ids::TYPES.contains(&kind.base.as_str());
+        if let Some(kind) = attempts.columns.get(column).filter(printed_otherwise) {
+            let why = format!(
+                "names {column}, which is {}, and is printed otherwise than an id; name a column of the id's type",
+                kind.sql
+            );
+            return Err(MappingError::new("attempts.order", why).into());
+        }
+    }
     for (name, expression) in settings.expressions() {
         let key = format!("attempts.{name}");
         let found = type_of(connection, &key, expression, &attempts).await?;

@@ -233,6 +233,19 @@ fn repeatable_read_is_refused() {
 }
 
 #[test]
+fn older_snapshot_misses_no_part_payment() {
+    TestEnv::builder().without_broker().run(async |env| {
+        let order = env.order(HOUR).await;
+        execute(&env, "UPDATE orders SET amount_minor = 9980, currency = 'CNY'").await;
+        let mut transaction = env.pool.begin_with("BEGIN ISOLATION LEVEL SERIALIZABLE").await.unwrap();
+        sqlx::query("SELECT FROM orders").execute(&mut *transaction).await.unwrap();
+        assert!(matches!(pay(&env.pool, order.id).await, PaymentVerdict::Partial { .. }));
+        let refused = release(&mut *transaction, order.id.to_string(), WHY, &Kind::ORDER).await.unwrap_err();
+        assert!(with_causes(&refused).contains("could not serialize"), "{}", with_causes(&refused));
+    });
+}
+
+#[test]
 fn callback_needs_one_right() {
     TestEnv::builder().without_broker().run(async |env| {
         let order = env.order(HOUR).await;

@@ -11,7 +11,7 @@ use super::{
     IS_DUE, LEAVES_OPEN, MappingError, NOW, NULL, PATH, Parts, Relation, StockColumns, among, among_those, as_numbered,
     ended, ids, literal, name, numbered, require_all, setting, step,
 };
-use crate::config::kinds::AttemptsSettings;
+use crate::config::kinds::{AttemptsSettings, key_of};
 
 /// A release claims nothing.
 const MAY_CLAIM: &str = "NOT $4::boolean AND $2::text <> 'released'";
@@ -349,7 +349,8 @@ impl Parts<'_> {
         )
     }
 
-    /// Makes our attempts of these orders those of the shop's table. What a provider has decided and what was reported stays.
+    /// Makes our attempts of these orders those of the shop's table, as they are now. What a provider has decided and what was
+    /// reported stays.
     ///
     /// One that the shop no longer has as open goes, and can come back: a customer may try again under the same reference. Not
     /// from an order that is claimed, about which a provider is being asked. An attempt that is known for another order fails
@@ -357,10 +358,8 @@ impl Parts<'_> {
     fn attempts_function(&self, settings: &AttemptsSettings, attempts: &Relation) -> Result<String, MappingError> {
         let (alias, kind) = (name(&attempts.name), self.kind_literal());
         let order = require_all(attempts, &alias, &settings.order.0, "attempts.order")?;
-        let of = |row: &str| {
-            format!("CASE WHEN {row}.kind = {kind} THEN {row}.order_id ELSE {row}.kind || ' ' || {row}.order_id END")
-        };
-        let (of_attempt, of_payment) = (of("p"), of("r"));
+        // Without a time of the shop's, the moment of the first look is kept.
+        let keeps_created_at = settings.created_at.as_ref().map_or("", |_| "created_at = excluded.created_at, ");
         let time = |time: &Option<String>, without: &str| time.as_deref().map_or_else(|| without.to_owned(), ended);
         Ok(format!(
             "
@@ -371,11 +370,9 @@ ot_shop AS MATERIALIZED (
     FROM {table} AS {alias} WHERE {is_asked} AND ({open})
 ),
 ot_known AS MATERIALIZED (
-    SELECT s.*, {of_attempt} AS taken_over, {of_payment} AS reported,
+    SELECT s.*, CASE WHEN r.kind = {kind} THEN r.order_id ELSE r.kind || ' ' || r.order_id END AS reported,
            min(s.order_id) OVER (PARTITION BY s.provider, s.reference) AS first
-    FROM ot_shop s
-    LEFT JOIN payment_attempts p ON p.provider = s.provider AND p.reference = s.reference
-    LEFT JOIN received_payments r ON r.provider = s.provider AND r.reference = s.reference
+    FROM ot_shop s LEFT JOIN received_payments r ON r.provider = s.provider AND r.reference = s.reference
 ),
 ot_gone AS (
     DELETE FROM payment_attempts p
@@ -383,17 +380,26 @@ ot_gone AS (
       AND ((p.provider, p.reference) IN (SELECT s.provider, s.reference FROM ot_shop s)) IS NOT TRUE
       AND NOT EXISTS (SELECT FROM close_attempts c WHERE c.kind || '' = {kind} AND c.order_id = p.order_id)
 )
-INSERT INTO payment_attempts (provider, reference, order_id, kind, amount_minor, currency, created_at, payable_until)
-SELECT s.provider, s.reference, s.order_id, {kind},
+INSERT INTO payment_attempts AS p (provider, reference, order_id, kind, amount_minor, currency, created_at, payable_until)
+-- In one order, so that two sessions cannot deadlock.
+SELECT DISTINCT ON (s.provider, s.reference) s.provider, s.reference, s.order_id, {kind},
        CASE WHEN s.provider IS NULL OR s.reference IS NULL
-            THEN refuse('kinds.{kind_name}.table.attempts has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')
-            WHEN coalesce(s.taken_over, s.reported, s.first) <> s.order_id
-            THEN refuse('kinds.{kind_name}.table.attempts has ' || s.reference || ' of ' || s.provider || ' for order ' || s.order_id || ', and it is known for order ' || coalesce(s.taken_over, s.reported, s.first) || '; an attempt pays one order')
+            THEN refuse('{attempts} has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')
+            WHEN coalesce(s.reported, s.first) <> s.order_id
+            THEN refuse('{attempts} has ' || s.reference || ' of ' || s.provider || ' for order ' || s.order_id || ', and it is known for order ' || coalesce(s.reported, s.first) || '; an attempt pays one order')
             ELSE s.amount_minor END,
        s.currency, s.created_at, s.payable_until
 FROM ot_known s
-WHERE s.taken_over IS DISTINCT FROM s.order_id AND s.reported IS DISTINCT FROM s.order_id
-ON CONFLICT (provider, reference) DO NOTHING
+WHERE s.reported IS DISTINCT FROM s.order_id
+ORDER BY s.provider, s.reference, s.order_id DESC, s.payable_until DESC
+-- As the row is now, which another session may have written meanwhile.
+ON CONFLICT (provider, reference) DO UPDATE
+SET amount_minor = CASE WHEN (p.kind, p.order_id) = (excluded.kind, excluded.order_id) THEN excluded.amount_minor
+        ELSE refuse('{attempts} has ' || p.reference || ' of ' || p.provider || ' for order ' || excluded.order_id || ', and it is known for order ' || p.order_id || '; an attempt pays one order') END,
+    currency = excluded.currency, {keeps_created_at}payable_until = excluded.payable_until, state = 'open'
+WHERE p.state = 'open' OR (p.kind, p.order_id) <> (excluded.kind, excluded.order_id)
+   -- A provider took no payment for it any more; the shop has begun it anew.
+   OR (p.state = 'closed' AND excluded.payable_until > p.payable_until)
 ",
             asked = self.asked("SELECT DISTINCT unnest($1::text[]) AS text_id"),
             order_id = ids::print(&order),
@@ -406,7 +412,7 @@ ON CONFLICT (provider, reference) DO NOTHING
             table = attempts.qualified(),
             is_asked = among(&order, "ot_asked", "k"),
             open = ended(&settings.open),
-            kind_name = self.words.kind,
+            attempts = key_of(&self.words.kind, "attempts"),
         ))
     }
 

@@ -8,6 +8,8 @@ use order_timeout_core::kind::Kind;
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{EnvBuilder, TestEnv};
 
+use sqlx::AssertSqlSafe;
+
 use super::{execute, map, text};
 
 /// Three overdue orders.
@@ -126,6 +128,46 @@ fn attempt_that_names_no_payment_is_refused() {
         assert!(error.contains("for order 1, and it is known for order 2"), "{error}");
         let released = sqlx::query_scalar::<_, String>("SELECT release('1', 'no payment')").fetch_one(&env.pool).await;
         assert!(released.unwrap_err().to_string().contains("an attempt pays one order"));
+    });
+}
+
+#[test]
+fn attempt_of_shop_is_read_anew() {
+    shop().run(async |env| {
+        let env = &*env;
+        prepare(env).await;
+        execute(env, "INSERT INTO spree.payments (order_id, number, created_at) VALUES (1, 'P1', '2026-01-02')").await;
+        assert_eq!(release(env, 1).await, "attempt_open");
+        execute(env, "UPDATE spree.payments SET amount = 59.90, created_at = '2026-01-03'").await;
+        assert_eq!(release(env, 1).await, "attempt_open");
+        assert_eq!(ours(env).await, [("1".into(), "P1".into(), 5_990, "open".into())]);
+        assert_eq!(
+            env.count("SELECT count(*) FROM payment_attempts WHERE created_at = '2026-01-03 00:00:00+00'").await,
+            1
+        );
+        // The shop has seen it paid, and the order's row does not say so yet.
+        execute(env, "UPDATE spree.payments SET state = 'completed'").await;
+        assert_eq!(close(env).await.unwrap()[0], "claimed");
+    });
+}
+
+/// One payment of two orders that are closed at the same moment.
+#[test]
+fn attempt_of_two_orders_is_claimed_once() {
+    shop().run(async |env| {
+        let env = &*env;
+        prepare(env).await;
+        execute(env, "INSERT INTO spree.payments (order_id, number) VALUES (1, 'P1'), (2, 'P1')").await;
+        let close = |order: &str| format!("SELECT outcome FROM kind_order_close('{{{order}}}', 'sweep', false, false)");
+        let mut first = env.pool.begin().await.unwrap();
+        let claimed: String = sqlx::query_scalar(AssertSqlSafe(close("1"))).fetch_one(&mut *first).await.unwrap();
+        assert_eq!(claimed, "claimed");
+        let pool = env.pool.clone();
+        let second = tokio::spawn(async move { sqlx::raw_sql(AssertSqlSafe(close("2"))).execute(&pool).await });
+        env.wait_for_lock_waiter().await;
+        first.commit().await.unwrap();
+        let refused = second.await.unwrap().unwrap_err().to_string();
+        assert!(refused.contains("for order 2, and it is known for order 1"), "{refused}");
     });
 }
 
