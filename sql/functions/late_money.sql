@@ -38,8 +38,7 @@ BEGIN
 END $$;
 
 -- The part payments of an order that was closed or cancelled become late money. A shop calls it where it cancels an
--- order. Returns how many there were: none while the order is open or
--- paid, so that every role may call it.
+-- order. Returns how many there were: none while the order is open or paid, so that every role may call it.
 CREATE OR REPLACE FUNCTION release_part_payments(order_id text, kind text DEFAULT 'order') RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
@@ -79,9 +78,8 @@ BEGIN
     RETURN released;
 END $$;
 
--- The same for orders that were closed in this statement, which calls it: their rows may be gone. VOLATILE,
--- so that it reads with a snapshot of its own. Every role may call it, as the close does, so it leaves an order alone that is open
--- or paid.
+-- The same for orders that were closed in this statement, which calls it: their rows may be gone. VOLATILE, so that it reads with a
+-- snapshot of its own. Every role may call it, as the close does, so it leaves an order alone that is open or paid.
 CREATE OR REPLACE FUNCTION release_parts_of(order_ids text[], of_kind text) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN

@@ -1,6 +1,6 @@
 -- Takes the attempts of these orders over from the shop's own table, if its mapping names one (the kind's function `attempts`).
 --
--- SECURITY DEFINER: a worker's role needs no right on that table.
+-- SECURITY DEFINER: the functions of a kind are their owner's alone.
 CREATE OR REPLACE FUNCTION take_over_attempts(order_ids text[], of_kind text) RETURNS void LANGUAGE plpgsql SECURITY DEFINER
 SET search_path FROM CURRENT AS $$
 BEGIN

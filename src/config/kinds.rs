@@ -467,7 +467,7 @@ pub struct AttemptsSettings {
     pub table: String,
     /// Its columns that hold the order's id.
     pub order: Names,
-    /// A condition: the attempt may still bring money.
+    /// A condition: money may come by the attempt, or has come and its order's row does not say so yet.
     pub open: String,
     /// The provider's name in the settings.
     pub provider: String,

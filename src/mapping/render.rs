@@ -1,5 +1,6 @@
 //! Renders the statements of the orders contract for a mapped table: `close` and `overdue`. What operators ask about it is in
-//! `render/questions.rs` and `render/audit.rs`, how payments pay its orders in `render/functions.rs`, and how deadlines move in `render/deadlines.rs`.
+//! `render/questions.rs` and `render/audit.rs`, how payments pay its orders in `render/functions.rs`, and how deadlines move in
+//! `render/deadlines.rs`.
 //!
 //! Pure. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
 

@@ -45,8 +45,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     let orders = relation(connection, "table", &table.table).await?;
     for (key, condition) in [("open", &table.open), ("paid", &table.paid)] {
         let found = type_of(connection, key, condition, &orders).await?;
-        if found != "BOOL" {
-            let why = format!("is {}, not a condition; compare it with something", found.to_lowercase());
+        if let Some(why) = why_no_condition(&found) {
             return Err(MappingError::new(key, why).into());
         }
     }
@@ -125,8 +124,8 @@ async fn attempts_relation(
         let key = format!("attempts.{name}");
         let found = type_of(connection, &key, expression, &attempts).await?;
         let why = match (name, found.as_str()) {
-            ("open", "BOOL") | ("created_at" | "payable_until", "TIMESTAMPTZ") => None,
-            ("open", other) => Some(format!("is {}, not a condition; compare it with something", other.to_lowercase())),
+            ("open", found) => why_no_condition(found),
+            ("created_at" | "payable_until", "TIMESTAMPTZ") => None,
             ("created_at" | "payable_until", other) => Some(format!(
                 "is {}, which names no moment; write an expression of type timestamptz, such as \"expires AT TIME ZONE 'UTC'\"",
                 other.to_lowercase()
@@ -161,6 +160,10 @@ async fn require_money(
         }
     }
     Ok(())
+}
+
+fn why_no_condition(found: &str) -> Option<String> {
+    (found != "BOOL").then(|| format!("is {}, not a condition; compare it with something", found.to_lowercase()))
 }
 
 fn why_no_amount(table: &TableSettings, found: &str) -> Option<String> {

@@ -81,12 +81,11 @@ impl<'a> BenchEnv<'a> {
             // So that it announces its events, as a worker with a broker does.
             overrides.push("announce.notify=load_events".to_owned());
         }
-        let mapped = servers.output.join("mapped.toml");
-        let file = options.mapped.then_some(mapped.as_path());
-        if let Some(file) = file {
+        let file = options.mapped.then(|| servers.output.join("mapped.toml"));
+        if let Some(file) = &file {
             std::fs::write(file, mapping_of_default_tables())?;
         }
-        let env = Self::build(servers, overrides, options.socket, file).await?;
+        let env = Self::build(servers, overrides, options.socket, file.as_deref()).await?;
         if options.strategy == DATABASE { Ok(env) } else { env.with_queues().await }
     }
 

@@ -361,6 +361,12 @@ impl Parts<'_> {
         // Without a time of the shop's, the moment of the first look is kept.
         let keeps_created_at = settings.created_at.as_ref().map_or("", |_| "created_at = excluded.created_at, ");
         let time = |time: &Option<String>, without: &str| time.as_deref().map_or_else(|| without.to_owned(), ended);
+        let setting = key_of(&self.words.kind, "attempts");
+        let known_for = |row: &str, order: &str, known: &str| {
+            format!(
+                "refuse('{setting} has ' || {row}.reference || ' of ' || {row}.provider || ' for order ' || {order} || ', and it is known for order ' || {known} || '; an attempt pays one order')"
+            )
+        };
         Ok(format!(
             "
 WITH {asked},
@@ -381,12 +387,13 @@ ot_gone AS (
       AND NOT EXISTS (SELECT FROM close_attempts c WHERE c.kind || '' = {kind} AND c.order_id = p.order_id)
 )
 INSERT INTO payment_attempts AS p (provider, reference, order_id, kind, amount_minor, currency, created_at, payable_until)
--- In one order, so that two sessions cannot deadlock.
+-- In one order, so that two sessions cannot deadlock. Of several orders with one reference the last is kept, which is not the
+-- first, and is refused; of several rows of one order, that which can be paid longest.
 SELECT DISTINCT ON (s.provider, s.reference) s.provider, s.reference, s.order_id, {kind},
        CASE WHEN s.provider IS NULL OR s.reference IS NULL
-            THEN refuse('{attempts} has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')
+            THEN refuse('{setting} has an attempt of order ' || s.order_id || ' without a provider or reference; leave it out of open if it cannot be paid yet')
             WHEN coalesce(s.reported, s.first) <> s.order_id
-            THEN refuse('{attempts} has ' || s.reference || ' of ' || s.provider || ' for order ' || s.order_id || ', and it is known for order ' || coalesce(s.reported, s.first) || '; an attempt pays one order')
+            THEN {of_another_order}
             ELSE s.amount_minor END,
        s.currency, s.created_at, s.payable_until
 FROM ot_known s
@@ -395,7 +402,7 @@ ORDER BY s.provider, s.reference, s.order_id DESC, s.payable_until DESC
 -- As the row is now, which another session may have written meanwhile.
 ON CONFLICT (provider, reference) DO UPDATE
 SET amount_minor = CASE WHEN (p.kind, p.order_id) = (excluded.kind, excluded.order_id) THEN excluded.amount_minor
-        ELSE refuse('{attempts} has ' || p.reference || ' of ' || p.provider || ' for order ' || excluded.order_id || ', and it is known for order ' || p.order_id || '; an attempt pays one order') END,
+        ELSE {taken_meanwhile} END,
     currency = excluded.currency, {keeps_created_at}payable_until = excluded.payable_until, state = 'open'
 WHERE p.state = 'open' OR (p.kind, p.order_id) <> (excluded.kind, excluded.order_id)
    -- A provider took no payment for it any more; the shop has begun it anew.
@@ -412,7 +419,8 @@ WHERE p.state = 'open' OR (p.kind, p.order_id) <> (excluded.kind, excluded.order
             table = attempts.qualified(),
             is_asked = among(&order, "ot_asked", "k"),
             open = ended(&settings.open),
-            attempts = key_of(&self.words.kind, "attempts"),
+            of_another_order = known_for("s", "s.order_id", "coalesce(s.reported, s.first)"),
+            taken_meanwhile = known_for("p", "excluded.order_id", "p.order_id"),
         ))
     }
 

@@ -9,7 +9,7 @@ use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{SweepPage, SweepPlace, SweepReach};
 use serde::Serialize;
 
-use super::dry_close::{self, DryClose, StockChange};
+use super::dry_close::{self, DryClose, FAR, StockChange};
 use super::dry_payment::{self, DryPayment, DryReopening};
 use super::{Finding, Level};
 use crate::config::Settings;
@@ -26,9 +26,6 @@ use crate::postgres::adoption::Adoptable;
 use crate::postgres::survey::{self, Index, Survey};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, ErrorClass, catalog, classify, one_line};
-
-/// Every deadline that a shop has.
-const FAR: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 /// The result of a check.
 #[derive(Debug, Serialize)]
@@ -383,14 +380,14 @@ impl Check<'_> {
             self.note("open", "no order is overdue now, so no close could be tried; repeat the check when one is");
             return Ok(());
         }
-        let closed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("closed".to_owned())).count();
+        let said = |word: &str| outcomes.iter().filter(|(_, outcome)| outcome.as_deref() == Ok(word)).count();
+        let closed = said("closed");
         self.refused(&outcomes);
         for id in found_again {
             self.wrong("close", format!("order {id} is found overdue again after its close; set a column that makes the condition open false"));
         }
         if closed > 0 {
-            let claimed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("claimed".to_owned())).count();
-            let claimed = match claimed {
+            let claimed = match said("claimed") {
                 0 => String::new(),
                 claimed => format!("; {claimed} have an attempt to pay, about which a provider is asked first"),
             };

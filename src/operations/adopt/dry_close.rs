@@ -16,6 +16,8 @@ use crate::postgres::one_line;
 
 /// Orders that are tried.
 pub(super) const TRIED: i64 = 10;
+/// Every deadline that a shop has.
+pub(super) const FAR: Duration = Duration::from_secs(100 * 365 * 86_400);
 /// Stock rows that are shown.
 const EXAMPLES: usize = 3;
 

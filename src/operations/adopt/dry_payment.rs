@@ -3,12 +3,10 @@
 //!
 //! Uses the statements and functions in effect. Holds its locks for the time of one batch; asks no provider.
 
-use std::time::Duration;
-
 use order_timeout_core::kind::Kind;
 use sqlx::{Connection, PgConnection, Row, SqlStr};
 
-use super::dry_close::{StockChange, TRIED, close_tried, compare, ids_due_by, needed_stock, overdue_ids};
+use super::dry_close::{FAR, StockChange, TRIED, close_tried, compare, ids_due_by, needed_stock, overdue_ids};
 use crate::config::kinds::{StockSettings, TableSettings};
 use crate::mapping::Facts;
 use crate::operations::late_payments::{all, take_and_pay};
@@ -17,9 +15,8 @@ use crate::postgres::{ErrorClass, classify, one_line};
 /// The provider of the attempts, which no settings need to have: it is not asked.
 const PROVIDER: &str = "adopt";
 
-/// Orders whose attempts are read, and how far ahead of their deadlines.
+/// Orders whose attempts are read.
 const READ: i64 = 1_000;
-const FAR: Duration = Duration::from_secs(365 * 24 * 3_600);
 
 /// What the payments have shown.
 #[derive(Debug, Default)]
