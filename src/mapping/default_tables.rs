@@ -71,7 +71,6 @@ pub fn facts() -> Facts {
             (relation("order_items", ORDER_ITEMS), relation("stock", STOCK)),
             (relation("order_resources", ORDER_RESOURCES), relation("reserved_resources", RESERVED_RESOURCES)),
         ],
-        keeps_stock: true,
         status: Some("status"),
         money_fault: None,
     }

@@ -114,8 +114,6 @@ pub struct Facts {
     pub attempts: Option<Relation>,
     /// For each entry of `stock`: its items and its stock.
     pub stock: Vec<(Relation, Relation)>,
-    /// Whether foreign keys keep each stock row that an item names. Looked up nowhere: only of the default tables it is known.
-    pub keeps_stock: bool,
     /// The column whose word is an order's status, which only the default table has.
     pub status: Option<&'static str>,
     /// Why `amount` or `currency` cannot be used: no close needs them, so a worker closes without.

@@ -310,7 +310,7 @@ impl<'a> Parts<'a> {
 
     /// The items of due orders with the stock rows of theirs that can be locked now, and the orders of which one cannot.
     /// Without waiting ($3 is false) an order is closed only if all its stock rows can; otherwise the updates wait. A stock
-    /// row that does not exist is looked up alone, and keeps no order open.
+    /// row that does not exist keeps no order open.
     fn stock_to_lock(&self, index: usize) -> Result<(Vec<String>, String), MappingError> {
         let (settings, (items, stock), number) = (&self.table.stock[index], &self.facts.stock[index], index + 1);
         let StockColumns { alias, order, item_key, stock_key } = self.stock_columns(index)?;
@@ -319,6 +319,7 @@ impl<'a> Parts<'a> {
             (1.., RelationKind::Table) => format!("(SELECT EXISTS (SELECT FROM {}))\n      AND ", items.qualified()),
             _ => String::new(),
         };
+        let free = format!("ot_stock_free_{number}");
         let locks = vec![
             step(
                 &format!("ot_items_{number} AS MATERIALIZED"),
@@ -332,7 +333,7 @@ impl<'a> Parts<'a> {
                 ),
             ),
             step(
-                &format!("ot_stock_free_{number} AS MATERIALIZED"),
+                &format!("{free} AS MATERIALIZED"),
                 &format!(
                     "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF s SKIP LOCKED",
                     as_numbered(&stock_key, "s"),
@@ -341,23 +342,25 @@ impl<'a> Parts<'a> {
                     stock_key.join(", ")
                 ),
             ),
-        ];
-        let keys = numbered("i.s", stock_key.len());
-        let same: Vec<String> = stock_key.iter().zip(&keys).map(|(column, key)| format!("{column} = {key}")).collect();
-        let is_there = match self.facts.keeps_stock {
-            true => String::new(),
-            false => {
-                format!(
-                    "\n      AND (SELECT count(*) FROM {} AS s WHERE {}) > 0",
+            step(
+                &format!("ot_stock_held_{number} AS MATERIALIZED"),
+                &format!(
+                    "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {}",
+                    as_numbered(&stock_key, "s"),
                     stock.qualified(),
-                    same.join(" AND ")
-                )
-            }
-        };
+                    among_those(
+                        &stock_key,
+                        &format!("ot_items_{number}"),
+                        "s",
+                        &format!(" WHERE NOT {}", among_rows(&numbered("t.s", stock_key.len()), &free, "s")),
+                    ),
+                ),
+            ),
+        ];
         let busy = format!(
-            "SELECT {} FROM ot_items_{number} i\n    WHERE NOT $3::boolean AND NOT {}{is_there}",
+            "SELECT {} FROM ot_items_{number} i\n    WHERE NOT $3::boolean AND {}",
             self.keys("i.k"),
-            among_rows(&keys, &format!("ot_stock_free_{number}"), "s"),
+            among_rows(&numbered("i.s", stock_key.len()), &format!("ot_stock_held_{number}"), "s"),
         );
         Ok((locks, busy))
     }

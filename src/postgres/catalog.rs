@@ -79,7 +79,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
     for (index, also) in table.also.iter().enumerate() {
         require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
     }
-    Ok(Facts { orders, deadline_type, attempts, stock, keeps_stock: false, status: None, money_fault })
+    Ok(Facts { orders, deadline_type, attempts, stock, status: None, money_fault })
 }
 
 /// The items and the stock of an entry of `stock`.
