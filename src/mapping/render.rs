@@ -319,10 +319,10 @@ impl<'a> Parts<'a> {
             (1.., RelationKind::Table) => format!("(SELECT EXISTS (SELECT FROM {}))\n      AND ", items.qualified()),
             _ => String::new(),
         };
-        let free = format!("ot_stock_free_{number}");
+        let [items_step, free, held] = ["items", "stock_free", "stock_held"].map(|what| format!("ot_{what}_{number}"));
         let locks = vec![
             step(
-                &format!("ot_items_{number} AS MATERIALIZED"),
+                &format!("{items_step} AS MATERIALIZED"),
                 &format!(
                     "SELECT {}, {}, ({}) AS quantity\n    FROM {} AS {alias}\n    WHERE {has_items}{}",
                     as_numbered(&order, "k"),
@@ -338,19 +338,21 @@ impl<'a> Parts<'a> {
                     "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF s SKIP LOCKED",
                     as_numbered(&stock_key, "s"),
                     stock.qualified(),
-                    among(&stock_key, &format!("ot_items_{number}"), "s"),
+                    among(&stock_key, &items_step, "s"),
                     stock_key.join(", ")
                 ),
             ),
+            // What is there and not free is held by another session. In a step, so that a row which many orders of a flash sale
+            // name is looked up once, not once for each of their items.
             step(
-                &format!("ot_stock_held_{number} AS MATERIALIZED"),
+                &format!("{held} AS MATERIALIZED"),
                 &format!(
                     "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {}",
                     as_numbered(&stock_key, "s"),
                     stock.qualified(),
                     among_those(
                         &stock_key,
-                        &format!("ot_items_{number}"),
+                        &items_step,
                         "s",
                         &format!(" WHERE NOT {}", among_rows(&numbered("t.s", stock_key.len()), &free, "s")),
                     ),
@@ -358,9 +360,9 @@ impl<'a> Parts<'a> {
             ),
         ];
         let busy = format!(
-            "SELECT {} FROM ot_items_{number} i\n    WHERE NOT $3::boolean AND {}",
+            "SELECT {} FROM {items_step} i\n    WHERE NOT $3::boolean AND {}",
             self.keys("i.k"),
-            among_rows(&numbered("i.s", stock_key.len()), &format!("ot_stock_held_{number}"), "s"),
+            among_rows(&numbered("i.s", stock_key.len()), &held, "s"),
         );
         Ok((locks, busy))
     }
