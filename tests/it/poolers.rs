@@ -120,26 +120,31 @@ async fn assert_refused(settings: &Settings, parts: &[&str]) {
     }
 }
 
-fn assert_shared_sessions_are_refused(name: &'static str, configuration: &'static str) {
-    behind(name, configuration, async |env, pooler| {
-        // One server connection that the pooler keeps, so that settings left behind on it would be found.
+/// `servers`: how many server connections the pooler has opened, and keeps, before it is used, so that settings left behind
+/// on them would be found.
+fn assert_shared_sessions_are_refused(name: &'static str, configuration: &'static str, servers: usize) {
+    behind(name, configuration, async move |env, pooler| {
         let url = pooler.url_of(&env.settings.database.url);
-        assert_refused(&with_url(&env, url.clone()), &["PgBouncer", "pool_mode = session"]).await;
-        let pool = sqlx::postgres::PgPoolOptions::new().max_connections(1);
         let options: sqlx::postgres::PgConnectOptions = url.expose_secret().parse().unwrap();
+        let pool = sqlx::postgres::PgPoolOptions::new().max_connections(servers.try_into().unwrap());
         let pool = pool.connect_with(options.extra_float_digits(None)).await.unwrap();
+        let busy = (0..servers).map(|_| sqlx::raw_sql("SELECT pg_sleep(0.1)").execute(&pool));
+        futures_util::future::try_join_all(busy).await.unwrap();
+        assert_refused(&with_url(&env, url.clone()), &["PgBouncer", "pool_mode = session"]).await;
         let changed =
             "SELECT count(*)::text FROM pg_settings WHERE name IN ('enable_seqscan', 'plan_cache_mode', 'jit')
                        AND setting <> reset_val";
-        let changed: String = sqlx::raw_sql(AssertSqlSafe(changed)).fetch_one(&pool).await.unwrap().get(0);
-        assert_eq!(changed, "0", "other clients' sessions stay as they are");
+        for _ in 0..servers {
+            let changed: String = sqlx::raw_sql(AssertSqlSafe(changed)).fetch_one(&pool).await.unwrap().get(0);
+            assert_eq!(changed, "0", "other clients' sessions stay as they are");
+        }
         pool.close().await;
     });
 }
 
 #[test]
 fn transaction_mode_is_refused() {
-    assert_shared_sessions_are_refused("transaction_mode_is_refused", "pool_mode = transaction");
+    assert_shared_sessions_are_refused("transaction_mode_is_refused", "pool_mode = transaction", 1);
 }
 
 #[test]
@@ -147,6 +152,7 @@ fn transaction_mode_that_ignores_options_is_refused() {
     assert_shared_sessions_are_refused(
         "transaction_mode_that_ignores_options_is_refused",
         "pool_mode = transaction\nignore_startup_parameters = extra_float_digits,options",
+        1,
     );
 }
 
@@ -155,10 +161,21 @@ fn round_robin_transaction_mode_is_refused() {
     assert_shared_sessions_are_refused(
         "round_robin_transaction_mode_is_refused",
         "pool_mode = transaction\nserver_round_robin = 1\nmin_pool_size = 3",
+        3,
     );
 }
 
 #[test]
 fn statement_mode_is_refused() {
-    assert_shared_sessions_are_refused("statement_mode_is_refused", "pool_mode = statement");
+    assert_shared_sessions_are_refused("statement_mode_is_refused", "pool_mode = statement", 1);
+}
+
+/// Two clients that ask in turn each meet the same one of two servers again and again.
+#[test]
+fn round_robin_of_two_servers_is_refused() {
+    assert_shared_sessions_are_refused(
+        "round_robin_of_two_servers_is_refused",
+        "pool_mode = transaction\nserver_round_robin = 1\ndefault_pool_size = 2",
+        2,
+    );
 }
